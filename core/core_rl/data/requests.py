@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -94,6 +95,12 @@ class SamplingParams:
             yield f"presence_penalty = {self.presence_penalty}; it must be finite (0 is none)"
         if any(token < 0 or not math.isfinite(bias) for token, bias in self.logit_bias):
             yield f"logit_bias = {dict(self.logit_bias)}; ids are not negative, and biases are finite"
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """A copy with a seed of `derive_seed`; `dataclasses.replace` would check all again, for each completion."""
+        seeded = copy(self)
+        object.__setattr__(seeded, "seed", seed)
+        return seeded
 
     @property
     def greedy(self) -> bool:

@@ -1,11 +1,13 @@
-"""An asyncio event loop in a thread of its own."""
+"""An asyncio event loop in a thread of its own, and results that threads give to event loops."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from core_rl.errors import EngineStateError, RolloutError
@@ -71,6 +73,32 @@ class LoopThread:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Handover:
+    """Sets futures of event loops from threads, many at one time: each call of a loop costs more than its results."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ready: defaultdict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]]
+        self._ready = defaultdict(list)
+
+    def set_result(self, future: asyncio.Future[_Result], result: _Result) -> None:
+        """Set ``future`` on its loop, unless it is cancelled."""
+        loop = future.get_loop()
+        with self._lock:
+            waiting = self._ready[loop]
+            waiting.append((future, result))
+        if len(waiting) == 1:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._set_results, loop)
+
+    def _set_results(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            ready = self._ready.pop(loop)
+        for future, result in ready:
+            if not future.done():
+                future.set_result(result)
 
 
 async def _observed(work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -10,8 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +29,7 @@ from core_rl.data.media import NO_MEDIA
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.devices import chosen_device, give_back_cache
+from core_rl.distributed.loop_thread import Handover
 from core_rl.engine.delta_files import open_delta_update
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.reference import ReferenceRolloutConfig
@@ -73,6 +73,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="reference-rollout")
         self._queue: deque[tuple[LLMRequest, Future[LLMResponse]]] = deque()
         self._will_drain = False
+        self._handover = Handover()
         self._unseeded = 0
         self._served_version = 0
         self._received = DeltaDecoder()
@@ -117,6 +118,8 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         future: Future[LLMResponse] = Future()
+        ended: asyncio.Future[Future[LLMResponse]] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(partial(self._handover.set_result, ended))
         self._queue.append((request, future))
         try:
             # Whatever else is ready to run queues its requests first, so that they share a batch.
@@ -125,18 +128,19 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
                 assert self._worker is not None
                 self._will_drain = True
                 self._worker.submit(self._drain)
-            return await asyncio.wrap_future(future)
+            return (await ended).result()
         finally:
             future.cancel()
 
     def _drain(self) -> None:
         """On the worker: complete all queued requests."""
         self._will_drain = False  # a request that is queued from now on may come too late for this call
-        groups: dict[SamplingParams, list[tuple[LLMRequest, Future[LLMResponse]]]] = {}
+        groups: dict[tuple[object, ...], list[tuple[LLMRequest, Future[LLMResponse]]]] = {}
         for _ in range(len(self._queue)):
             request, future = self._queue.popleft()
             if future.set_running_or_notify_cancel():
-                groups.setdefault(replace(request.sampling, seed=None), []).append((request, future))
+                key = tuple(value for name, value in vars(request.sampling).items() if name != "seed")
+                groups.setdefault(key, []).append((request, future))
         size = self._batch_size
         for entries in groups.values():
             for start in range(0, len(entries), size):

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from queue import Empty, SimpleQueue
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from core_rl.distributed.loop_thread import LoopThread, being_cancelled
+from core_rl.distributed.loop_thread import Handover, LoopThread, being_cancelled
 from core_rl.errors import RolloutError
 
 _Value = TypeVar("_Value")
@@ -134,9 +133,9 @@ class UserThreads:
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._running: set[_Call] = set()
-        self._ended: list[_Call] = []
+        self._handover = Handover()
         self._lock = threading.Lock()
-        """Guards the threads' number, which is not 0 while calls wait, and the calls that have ended."""
+        """Guards the threads' number, which is not 0 while calls wait."""
         self._threads = 0
         self._watched = False
 
@@ -194,25 +193,13 @@ class UserThreads:
     def _run(self, call: _Call) -> None:
         call.thread, call.started = threading.get_ident(), time.monotonic()
         self._running.add(call)
+        outcome: tuple[Any, BaseException | None]
         try:
-            call.outcome = call.work(), None
+            outcome = call.work(), None
         except BaseException as error:  # noqa: BLE001  (the thread's boundary: the caller raises it)
-            call.outcome = None, error
+            outcome = None, error
         self._running.discard(call)
-        with self._lock:
-            self._ended.append(call)
-            first = len(self._ended) == 1
-        if first:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                call.result.get_loop().call_soon_threadsafe(self._hand_over)
-
-    def _hand_over(self) -> None:
-        """On the loop: the results of all calls that have ended."""
-        with self._lock:
-            ended, self._ended = self._ended, []
-        for call in ended:
-            if not call.result.done():
-                call.result.set_result(call.outcome)
+        self._handover.set_result(call.result, outcome)
 
 
 @dataclass(eq=False)
@@ -223,7 +210,6 @@ class _Call:
     result: asyncio.Future[tuple[Any, BaseException | None]]
     thread: int = 0
     started: float = 0.0
-    outcome: tuple[Any, BaseException | None] = (None, None)
 
 
 async def call_user(
@@ -251,8 +237,9 @@ async def call_user(
 
 def is_coroutine_function(function: object) -> bool:
     """Whether a call of ``function`` runs nothing yet; also for objects with such a ``__call__``."""
-    call = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    if not inspect.isroutine(function) and not isinstance(function, partial):
+        function = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function)
 
 
 async def awaited(value: Awaitable[_Value]) -> _Value:

@@ -77,12 +77,8 @@ class GroupWorkflow(ABC):
 
     def _seeded(self, *position: int) -> SamplingParams:
         """The sampling of one completion."""
-        sampling = self.sampling
-        return (
-            sampling
-            if sampling.seed is None
-            else replace(sampling, seed=derive_seed(sampling.seed, *position))
-        )
+        seed = self.sampling.seed
+        return self.sampling if seed is None else self.sampling.with_seed(derive_seed(seed, *position))
 
 
 @dataclass(frozen=True, kw_only=True)
