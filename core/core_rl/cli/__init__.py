@@ -8,6 +8,7 @@ and hides no other.
 from __future__ import annotations
 
 import difflib
+import gc
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any
@@ -153,6 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
         typer.secho("\n".join([_on_screen(text), *notes]), fg=typer.colors.RED, err=True)
         sys.exit(error.exit_code)
+    finally:
+        # The interpreter's end would search all modules of torch and transformers for garbage: half a second.
+        gc.freeze()
 
 
 def _on_screen(text: str) -> str:

@@ -124,6 +124,8 @@ def is_pictured(value: Any) -> bool:
 
 def all_texts(value: Any) -> Iterator[str]:
     """All texts in a field of an example; an image among them is its place."""
+    if value is None:  # as most fields: the checks below take a while
+        return
     if isinstance(value, str):
         yield value
     elif is_image(value):
