@@ -87,11 +87,15 @@ class Segments:
         return [end - start for start, end in pairwise(self.bounds)]
 
     @cached_property
+    def visible(self) -> list[int]:
+        """Tokens that each sequence or stretch sees, its own included."""
+        lengths = self.lengths
+        return lengths if self.paths is None else [sum(map(lengths.__getitem__, path)) for path in self.paths]
+
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest sequence, or of the longest path."""
-        if self.paths is None:
-            return max(self.lengths)
-        return max(sum(self.lengths[part] for part in path) for path in self.paths)
+        return max(self.visible)
 
     def starts(self, device: torch.device) -> Tensor:
         """``bounds`` on ``device``, int32 ``[B + 1]``: copied once, for all layers and for blocks that are computed
@@ -111,13 +115,14 @@ class Segments:
         """Bounds of the paths in `seen`, int32 ``[B + 1]``; without paths, `starts`."""
         if self.paths is None:
             return self.starts(device)
-        lengths = [sum(self.lengths[part] for part in path) for path in self.paths]
         return self._copied(
-            "visible_starts", device, lambda: torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            "visible_starts", device, lambda: torch.tensor([0, *accumulate(self.visible)], dtype=torch.int32)
         )
 
     def prepare(self, device: torch.device) -> None:
-        """Copy to ``device`` before the blocks."""
+        """Copy to an accelerator before the blocks."""
+        if device.type == "cpu":
+            return
         self.starts(device)
         self.seen(device)
         self.visible_starts(device)
@@ -140,10 +145,9 @@ class Segments:
         lengths = self.lengths
         paths = self.paths or [(sequence,) for sequence in range(len(lengths))]
         groups: dict[tuple[int, int, Blocks], list[int]] = {}
-        for stretch, path in enumerate(paths):
-            visible = sum(lengths[part] for part in path)
+        for stretch in range(len(lengths)):
             blocks = self.blocks[stretch] if self.blocks else ()
-            groups.setdefault((lengths[stretch], visible, blocks), []).append(stretch)
+            groups.setdefault((lengths[stretch], self.visible[stretch], blocks), []).append(stretch)
         calls, queries, keys, order = [], [], [], []
         for (length, visible, blocks), stretches in groups.items():
             # Causal kernels leave out half of a square, and no part of a masked rectangle.
