@@ -87,9 +87,9 @@ class Handover:
         """Set ``future`` on its loop, unless it is cancelled."""
         loop = future.get_loop()
         with self._lock:
-            waiting = self._ready[loop]
-            waiting.append((future, result))
-        if len(waiting) == 1:
+            self._ready[loop].append((future, result))
+            first = len(self._ready[loop]) == 1
+        if first:
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(self._set_results, loop)
 
