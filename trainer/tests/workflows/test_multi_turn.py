@@ -236,16 +236,16 @@ def test_environments_of_another_form_are_refused(tmp_path: Path, code: str, mes
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("{}['host']", r"made raised KeyError: 'host' \(made\.py:3\)"),
-        ("exit(3)", r"made raised SystemExit: 3 \(made\.py:3\)"),
+        ("{}['host']", r"made raised KeyError: 'host' \(made\.py:4\)"),
+        ("exit(3)", r"made raised SystemExit: 3 \(made\.py:4\)"),
         ("__import__('time').sleep(2)", r"made is not made in 0\.2 s; raise rollout\.step_timeout_s"),
         ("self.reset = len", r"made: is a made without `async def` of reset; write it so"),
         ("__import__('asyncio').get_running_loop()", None),
     ],
 )
 def test_environments_are_made_before_the_run(tmp_path: Path, body: str, message: str | None) -> None:
-    code = f"class made:\n    def __init__(self, tokenizer):\n        {body}\n"
-    (tmp_path / "made.py").write_text(f"{code}{METHODS}    async def close(self): ...\n")
+    base = "from core_rl_trainer.environments import ToolEnvironment as Base\nclass made(Base):\n"
+    (tmp_path / "made.py").write_text(f"{base}    def __init__(self, tokenizer):\n        {body}\n")
     make = load_user_code({}, f"{tmp_path / 'made.py'}:made", None).environment
     assert make is not None
     refusal = (

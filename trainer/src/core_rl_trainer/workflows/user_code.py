@@ -113,8 +113,9 @@ def check_environment(
     loop = LoopThread("core-rl-rewards")
     environment = _EnvironmentOnLoop(make, tokenizer, loop)
     subject = f"rollout.environment: {environment.__name__}"
+    function = make.__init__ if inspect.isclass(make) else make  # whose line is named
     try:
-        loop.run(guarded(environment.made(), subject=subject, function=environment)).result(timeout_s)
+        loop.run(guarded(environment.made(), subject=subject, function=function)).result(timeout_s)
     except TimeoutError as error:
         raise ConfigError(
             f"{subject} is not made in {timeout_s:g} s; raise rollout.step_timeout_s"
