@@ -150,7 +150,7 @@ def _checks_of(file: Path) -> Iterator[Check]:
 
 def _undefined(docstring: str) -> Callable[..., None]:
     def function(_: object) -> NoReturn:
-        raise AssertionError("this check was read, not imported; load_checks() gives one that can be called")
+        raise AssertionError("this check was read, not imported; load_checks() imports checks")
 
     function.__doc__ = docstring
     return function

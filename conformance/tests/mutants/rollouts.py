@@ -180,7 +180,7 @@ class ScoresAtLeastAtATenth(ReferenceRolloutBackend):
 
 @Mutant("I7.score", "batches of 64 (I7)", "scores of 65 short sequences")
 class ForgetsTheLastBatch(ReferenceRolloutBackend):
-    """Beyond 64 sequences, one that is left over is scored as the one before it."""
+    """Beyond 64 sequences, a remaining sequence is scored as the sequence before it."""
 
     def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
         rows = list(super().score(batch, temperature).split(batch.lengths))

@@ -97,7 +97,7 @@ class InferenceEngine:
     def destroy(self) -> None:
         """Cancel requests in flight, free the model and stop launched servers; the engine cannot be used again.
 
-        An update that waits for its sender fails. One that a server does not end in time fails when the servers go.
+        An update that waits for its sender fails; servers that go end an update that takes too long.
         """
         state, self._state = self._state, "destroyed"
         if state == "new" and self._launched:

@@ -320,7 +320,7 @@ class TrainEngine:
     def unshard_data(
         self, output: ModelOutput, batch: SequenceBatch, mb_spec: MicroBatchSpec | None = None
     ) -> ModelOutput:
-        """The inverse for outputs, by the same ``mb_spec``: those of all ranks in the order of the full ``batch``."""
+        """The inverse for outputs, by the same ``mb_spec``: outputs of all ranks in the order of the full ``batch``."""
         return unshard_output(
             self.data_parallel_group.gather(output), batch, self._shard_plan(batch, mb_spec)
         )

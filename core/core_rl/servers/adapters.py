@@ -136,7 +136,7 @@ class ServedDirectory:
 class ServedAdapter:
     """An adapter over the base weights of servers, or none: ``name`` is None then.
 
-    A request keeps the adapter that it began with. One that has been replaced draws tokens of its own versions as
+    A request keeps the adapter that it began with. A replaced adapter draws tokens of its own versions as
     long as such requests last, whatever version the server reports by then.
     """
 

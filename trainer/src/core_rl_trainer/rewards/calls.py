@@ -221,7 +221,7 @@ async def call_user(
     """``function(*args)``: of a coroutine function on ``loop``, of any other in ``threads``.
 
     Without ``loop``, coroutines run on the running loop; without ``threads``, a plain function has a thread of its own.
-    A plain function cannot be interrupted. One that is given up is left behind in its thread, which
+    A plain function cannot be interrupted. An abandoned call is left behind in its thread, which
     does not keep the process alive.
     """
     if not is_coroutine_function(function):
