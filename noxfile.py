@@ -56,7 +56,7 @@ NIGHTLY = [
         "docs",
         "cluster",
     ),
-    *("sglang", "vllm", "torchtitan", "trl", "areal", "verl"),
+    *("sglang", "vllm", "torchtitan", "mindspore", "trl", "areal", "verl"),
 ]
 ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
 WORKERS = ["-n", "2"]
@@ -125,6 +125,15 @@ def _lint(session: nox.Session) -> None:
 def _conformance(session: nox.Session, engines: list[str], *arguments: str) -> None:
     """Each of ``engines`` against the oracle, and all pairs of them."""
     session.run("pytest", *_engine_options(engines), "conformance/", *WORKERS, *arguments, env=ENV)
+
+
+def _apart(session: nox.Session, engine: str, peers: list[str]) -> None:
+    """Tests, suite and pairs with ``peers`` of an engine next to packages of its own, in ``constraints``."""
+    _install(session, "dev")
+    session.install("--no-deps", "-r", f"constraints/{engine}.txt", "-e", f"plugins/{engine}")
+    session.run("pytest", f"plugins/{engine}/tests", *WORKERS, env=ENV)
+    _conformance(session, [engine], *session.posargs)
+    _conformance(session, [engine, *peers], "--quick", "-k", "pair")
 
 
 def _server_python(session: nox.Session, engine: str) -> str:
@@ -210,8 +219,8 @@ def tests(session: nox.Session) -> None:
         server = None if quick else pool.submit(_server_python, session, "sglang")
         _install(session, "dev")
         _lint(session)
-        # Its packages do not go with the constraints of the others, so it is read and not installed.
-        session.run("lint-imports", env={"PYTHONPATH": "plugins/torchtitan/src"})
+        # Their packages do not go with the constraints of the others, so they are read and not installed.
+        session.run("lint-imports", env={"PYTHONPATH": "plugins/mindspore/src:plugins/torchtitan/src"})
         session.run("mypy")
     if server is not None:
         server.result()
@@ -257,11 +266,13 @@ def vllm(session: nox.Session) -> None:
 @nox.session
 def torchtitan(session: nox.Session) -> None:
     """Certify the torchtitan engine, alone and with others, next to torchtitan's packages; arguments go to pytest."""
-    _install(session, "dev")
-    session.install("--no-deps", "-r", "constraints/torchtitan.txt", "-e", "plugins/torchtitan")
-    session.run("pytest", "plugins/torchtitan/tests", *WORKERS, env=ENV)
-    _conformance(session, ["torchtitan"], *session.posargs)
-    _conformance(session, ["torchtitan", *DISTRIBUTED_ENGINES], "--quick", "-k", "pair")
+    _apart(session, "torchtitan", DISTRIBUTED_ENGINES)
+
+
+@nox.session
+def mindspore(session: nox.Session) -> None:
+    """Certify the MindSpore engine, alone and with FSDP, next to MindSpore's packages; arguments go to pytest."""
+    _apart(session, "mindspore", ["fsdp"])
 
 
 @nox.session

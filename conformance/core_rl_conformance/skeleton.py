@@ -23,7 +23,10 @@ PATTERNS = ("*.toml", "*.md", "src/*/*.py", "src/*/py.typed", "tests/*.py")
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 CLASS_PREFIX = re.compile(r"[A-Z][A-Za-z0-9]*")
 DISTRIBUTION_PREFIX = "core-rl-"
-RESERVED = ("conformance", "oracle", "trainer", "fsdp", "megatron", "sglang", "torchtitan", "vllm")
+RESERVED = (
+    *("conformance", "oracle", "trainer"),
+    *("fsdp", "megatron", "mindspore", "sglang", "torchtitan", "vllm"),
+)
 """Names whose distributions, or modules, are core-rl's own, installed or not."""
 
 

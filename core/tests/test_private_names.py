@@ -18,6 +18,7 @@ PACKAGES = [
     "cluster/src/core_rl_cluster",
     "plugins/fsdp/src/core_rl_fsdp",
     "plugins/megatron/src/core_rl_megatron",
+    "plugins/mindspore/src/core_rl_mindspore",
     "plugins/sglang/src/core_rl_sglang",
     "plugins/torchtitan/src/core_rl_torchtitan",
     "plugins/vllm/src/core_rl_vllm",
@@ -25,10 +26,11 @@ PACKAGES = [
 ]
 UPSTREAM = {
     "_C": "torch: its own functions in C++",
+    "_Function": "mindspore: its own `autograd.Function`, which has no public name",
     "_MAX_TEMP": "vllm: the temperature below which it takes another",
     "_accelerator_getAllocatorSettings": "torch: whether memory is in expandable segments",
     "_accelerator_setAllocatorSettings": "torch: settings of this process alone; the environment would be inherited",
-    "_buffers": "torch: a buffer is replaced and stays one that no file has",
+    "_buffers": "torch: a buffer is replaced and stays out of files",
     "_can_set_attn_implementation": "transformers: its own test of whether a model calls its attention interface",
     "_cdata": "torch: the identity of a storage, which has no public one",
     "_current_frames": "Python: where a thread is, for the message about a reward that hangs",

@@ -42,6 +42,7 @@ NOT_RUN = {
     "trains for a minute": 5,
     "needs an SGLang environment": 3,
     "needs a server": 1,
+    "needs MindSpore": 1,
     "needs reports": 2,
     "downloads a processor": 1,
     "takes minutes": 11,

@@ -28,7 +28,7 @@ SYMBOLS = {
     Verdict.FAILED: "❌",
     Verdict.NOT_RUN: "○",
 }
-PACKAGES = ("torch", "transformers", "pydantic", "peft", "megatron-core", "torchtitan")
+PACKAGES = ("torch", "transformers", "pydantic", "peft", "megatron-core", "torchtitan", "mindspore")
 """Packages with a column."""
 HEAD = """\
 # Support

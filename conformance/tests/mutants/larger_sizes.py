@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.state.gather import buckets
-from core_rl.toolkit.hf_backend import add_up
+from core_rl.distributed.collectives import add_up, buckets
 from mutants.bases import Packed, Replicated, TrainContext
 from mutants.outputs import WithTemperature
 from mutants.zoo import DP2, Mutant

@@ -14,7 +14,7 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.toolkit.hf_backend import add_up
+from core_rl.distributed.collectives import add_up
 from core_rl.toolkit.optimizer import build_adamw
 from mutants.bases import Packed, Replicated, TrainContext
 

@@ -74,7 +74,10 @@ class SupportsLora(Protocol):
 
 @runtime_checkable
 class SupportsOffload(Protocol):
-    """Offloading to host memory. The core copies storages to the host, frees them, and makes them again."""
+    """Offloading to host memory. The core copies storages to the host, frees them, and makes them again.
+
+    Memory of another framework, which torch cannot free, is for `SupportsOwnOffload`.
+    """
 
     def memory(self, part: MemoryPart) -> Iterable[Tensor]:
         """Tensors whose storages hold ``part`` on this rank; each storage belongs to one part. No collective."""

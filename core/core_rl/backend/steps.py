@@ -24,7 +24,8 @@ AggregateFn = Callable[[list[Tensor]], Any]
 class MicroBatchStep(Protocol):
     """The callback of `TrainBackend.run`, called once for each micro-batch, on the ranks where outputs appear.
 
-    The backend runs backward on the scalar that it returns, unless the mode is ``"forward"``. It never raises: after
+    The backend runs backward on the scalar that it returns, unless the mode is ``"forward"``. One in another framework
+    gives outputs that are leaves of torch's graph, and passes their gradients on. A step never raises: after
     an error it returns a zero that is connected to the graph, so that ranks stay in step; the core raises the error on
     all ranks after the pass.
     """

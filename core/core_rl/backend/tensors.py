@@ -14,6 +14,7 @@ __all__ = [
     "LocalSlice",
     "MappedSource",
     "NamedTensors",
+    "ReplicatedState",
     "ShardedState",
     "TensorDict",
     "TensorSource",
@@ -82,6 +83,25 @@ class ShardedState(Protocol):
         Tensors stored in another form, such as moments of 8 bits, come as float32 copies, and go back into their form
         when the iterator advances: a caller writes slice by slice.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicatedState:
+    """A `ShardedState` of data-parallel ranks that have every tensor in full, whatever framework it is in."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """Writable views of live memory: by kind, and by checkpoint name in the same order on all ranks."""
+    rank: int
+    """The data-parallel rank, which is the number of the replica."""
+    optimizer_kinds: tuple[str, ...] = ()
+    carried: TensorSource | None = None
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.get(kind, {}).items()}
+
+    def local(self, kind: str) -> Iterator[LocalSlice]:
+        for name, tensor in self.tensors.get(kind, {}).items():
+            yield LocalSlice(name, (0,) * tensor.dim(), tensor, self.rank)
 
 
 NamedTensors = Iterator[tuple[str, Tensor | None]]

@@ -7,14 +7,16 @@ only a part of its gradient there. The kind of the value decides the backward pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from core_rl.distributed.comm import Comm
+
+T = TypeVar("T")
 
 # torch 2.11 has them under older names.
 all_gather_single: Callable[..., object] = (
@@ -23,6 +25,33 @@ all_gather_single: Callable[..., object] = (
 reduce_scatter_single: Callable[..., object] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+
+def add_up(tensors: Sequence[Tensor], comm: Comm, bucket_bytes: int | None = None) -> None:
+    """Replace each tensor by its sum over the ranks of ``comm``; all are of one dtype.
+
+    One collective adds up tensors of ``bucket_bytes`` together, by default all of them.
+    """
+    sizes = [tensor.nbytes for tensor in tensors]
+    for bucket in buckets(tensors, sizes, sum(sizes) if bucket_bytes is None else bucket_bytes):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=comm.group)
+        for tensor, total in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+
+def buckets(items: Iterable[T], sizes: Iterable[int], limit: int) -> Iterator[list[T]]:
+    """Consecutive ``items`` together up to a sum of their ``sizes`` of ``limit``; a larger one is alone."""
+    bucket: list[T] = []
+    filled = 0
+    for item, size in zip(items, sizes, strict=True):
+        if bucket and filled + size > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        filled += size
+    if bucket:
+        yield bucket
 
 
 def copy_to_region(value: Tensor, comm: Comm) -> Tensor:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core_rl.backend.tensors import LocalSlice, box_region
+from core_rl.distributed.collectives import buckets
 from core_rl.distributed.comm import Comm
 from core_rl.state.slices import Box, Placements
-
-T = TypeVar("T")
 
 BUCKET_BYTES = 32 * 2**20
 """Pieces of tensors are gathered together up to this size, in bytes; a larger row is gathered alone."""
@@ -149,20 +147,6 @@ class Gather:
         full = full.contiguous()
         dist.broadcast(full, group=self.world.group, group_src=self.writer)
         return full
-
-
-def buckets(items: Iterable[T], sizes: Iterable[int], limit: int) -> Iterator[list[T]]:
-    """Consecutive ``items`` together up to a sum of their ``sizes`` of ``limit``; a larger one is alone."""
-    bucket: list[T] = []
-    filled = 0
-    for item, size in zip(items, sizes, strict=True):
-        if bucket and filled + size > limit:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(item)
-        filled += size
-    if bucket:
-        yield bucket
 
 
 def _cut(box: Box, dtype: torch.dtype, limit: int) -> Iterator[Box]:

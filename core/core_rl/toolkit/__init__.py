@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from core_rl.backend.steps import MicroBatchStep as MicroBatchStep
     from core_rl.backend.tensors import LocalSlice as LocalSlice
+    from core_rl.backend.tensors import ReplicatedState as ReplicatedState
     from core_rl.backend.tensors import ShardedState as ShardedState
     from core_rl.backend.tensors import TensorDict as TensorDict
     from core_rl.backend.tensors import TensorSource as TensorSource
@@ -38,6 +39,7 @@ _LAZY = {
     "core_rl.backend.steps": ("MicroBatchStep",),
     "core_rl.backend.tensors": (
         "LocalSlice",
+        "ReplicatedState",
         "ShardedState",
         "TensorDict",
         "TensorSource",

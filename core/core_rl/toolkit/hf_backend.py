@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -19,9 +18,8 @@ from core_rl.backend.train_backend import BuildContext, C, PassMode, TrainBacken
 from core_rl.config.engine import DType, Head
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.distributed.comm import Comm
+from core_rl.distributed.collectives import add_up
 from core_rl.errors import UnsupportedCapability
-from core_rl.state.gather import buckets
 from core_rl.state.memory import own_memory
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import local_part
@@ -40,7 +38,7 @@ from core_rl.toolkit.optimizer import (
 from core_rl.toolkit.packed import PackedModel
 from core_rl.toolkit.positions import rotary_modules
 
-__all__ = ["HFBackend", "add_up"]
+__all__ = ["HFBackend"]
 
 
 SHORT, LONG = 7, 12
@@ -176,7 +174,7 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         """Take a model whose parameters are final (sharded, on their device); collective.
 
         Without an ``optimizer``, the config's is built over this rank's parts as plain tensors, whatever type
-        the module's parameters have. One that is given has the module's own parameters, the settings that
+        the module's parameters have. A given one has the module's own parameters, the settings that
         ``context.parameter_rules`` has for them, and the moments in its ``state``, perhaps of some parameters only
         (ZeRO-1). A wrapper of another optimizer returns that one's ``state``. `step` sets the learning rate of its
         groups, times their ``lr_factor``.
@@ -253,9 +251,7 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         """Sum over data-parallel ranks, each of which has all of a gradient."""
         group = self.context.groups.data_parallel
         if group.size > 1:
-            grads = [grad for _, grad in self.gradients()]
-            for bucket in buckets(grads, [grad.nbytes for grad in grads], self.reduce_bytes):
-                add_up(bucket, group)
+            add_up([grad for _, grad in self.gradients()], group, self.reduce_bytes)
 
     def local_grads(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names and this rank's parts of the gradients that exist."""
@@ -359,14 +355,6 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         for name, parameter in self.owned.items():
             moments = {} if self.optimizer is None else self.optimizer.state.get(parameter, {})
             yield from ((name, kind, moment) for kind, moment in moments.items() if is_eight_bit(moment))
-
-
-def add_up(tensors: Sequence[Tensor], comm: Comm) -> None:
-    """Replace each tensor by its sum over the ranks of ``comm``, with one collective; all are of one dtype."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=comm.group)
-    for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(total.view_as(tensor))
 
 
 def _owned(parameter: nn.Parameter) -> nn.Parameter:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from core_rl.backend.parameter_rules import ParameterOptions, ParameterRules, decays
 from core_rl.backend.tensors import LocalSlice, ShardedState
 from core_rl.config.engine import MuonConfig, OptimizerConfig
+from core_rl.distributed.collectives import buckets
 from core_rl.distributed.comm import Comm
-from core_rl.state.gather import Gather, buckets
+from core_rl.state.gather import Gather
 from core_rl.state.slices import Placements, gather_placements
 from core_rl.toolkit.eight_bit import AdamW8Bit
 

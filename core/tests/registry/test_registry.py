@@ -131,7 +131,7 @@ def test_installable_engines_are_the_extras_of_plugins(monkeypatch: pytest.Monke
     extras = project["optional-dependencies"].items()
     lines = [f'{line}; extra == "{extra}"' for extra, lines in extras for line in lines]
     monkeypatch.setattr("core_rl.registry.engines.metadata.requires", lambda _: lines)
-    assert installable_engines() == ["fsdp", "megatron", "sglang", "torchtitan", "vllm"]
+    assert installable_engines() == ["fsdp", "megatron", "mindspore", "sglang", "torchtitan", "vllm"]
 
 
 def test_hosts_are_loaded_by_name(install: Install) -> None:

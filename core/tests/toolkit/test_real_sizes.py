@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.checkpoint.tensor_files import MAX_FILE_BYTES
 from core_rl.config.engine import LoraConfig, ModelConfig
+from core_rl.distributed.collectives import buckets
 from core_rl.errors import UnsupportedCapability
-from core_rl.state.gather import BUCKET_BYTES, buckets
+from core_rl.state.gather import BUCKET_BYTES
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import LocalPart
 from core_rl.toolkit.footprint import footprint_of

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import arithmetic_support as arithmetic
 import pytest
 import titan_support as support
 import torch
-from recipe_curves import Curve, Spread, curve_of, move_weights
+from changing_engines import violations_of_changes
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
@@ -42,39 +41,7 @@ def test_portable_checkpoint_moves_through_three_engines(kind: str, tmp_path: Pa
         torch.testing.assert_close(moved[name], value, rtol=1e-3, atol=1e-5)
 
 
-def continued(start: Path, directory: Path) -> Curve:
-    """The curve of a recipe whose engine changes after each two steps."""
-    source: list[str] = []
-    curve: Curve = []
-    for number, (engine, layout) in enumerate(STAGES, start=1):
-        output = directory / engine
-        short = [
-            "rollout.prompts_per_step=8",
-            "eval_samples=1",
-            "eval_every=2",
-            f"steps={2 * number}",
-            "save_every=2",
-        ]
-        degrees = ", ".join(f"{name}: {degree}" for name, degree in layout.items())
-        changed = [f"engines.{engine}.layout={{{degrees}}}", "save_portable_every=2", *source]
-        curve += curve_of(
-            arithmetic.recipe_of("grpo"), arithmetic.overrides_for(start, engine, *short, *changed), output
-        )
-        source = [f"resume_from={output}"]
-    return curve
-
-
 @pytest.mark.nightly
 def test_recipe_changes_engines_within_rounding(tmp_path: Path) -> None:
     """GRPO under fsdp, torchtitan and megatron, with the curve of a run that is never broken."""
-    start = arithmetic.make_start(tmp_path / "start")
-    unbroken = ["rollout.prompts_per_step=8", "eval_samples=1", "eval_every=2", "steps=6", "save_every=2"]
-
-    def reference(name: str, *more: str) -> Curve:
-        overrides = arithmetic.overrides_for(start, "reference", *unbroken, *more)
-        return curve_of(arithmetic.recipe_of("grpo"), overrides, tmp_path / name)
-
-    base = reference("base")
-    models = [move_weights(start / "model", tmp_path / f"moved{n}", n) for n in range(4)]
-    spread = Spread(base, [reference(f"run{n}", f"model.path={model}") for n, model in enumerate(models)])
-    assert not spread.violations(continued(start, tmp_path))
+    assert not violations_of_changes(tmp_path, STAGES)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from core_rl.errors import CheckpointError, ConfigError, WeightsError
 from core_rl.toolkit import (
     BuildContext,
-    LocalSlice,
     MicroBatchStep,
     ModelConfig,
     ModelOutput,
     PassMode,
+    ReplicatedState,
     SequenceBatch,
     TensorDict,
     TensorFiles,
@@ -33,44 +33,7 @@ from core_rl.toolkit import (
     read_config,
     set_step_count,
 )
-from core_rl_tiny.model import Llama, Rows
-
-
-@dataclass(frozen=True)
-class TinyState:
-    """Every rank holds every tensor: its number is that of the replica."""
-
-    model: Llama
-    optimizer: torch.optim.Optimizer | None
-    rank: int
-
-    @property
-    def optimizer_kinds(self) -> tuple[str, ...]:
-        return () if self.optimizer is None else moment_kinds(self.optimizer)
-
-    @property
-    def carried(self) -> None:
-        return None  # `_load` refuses files with other tensors
-
-    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        if kind in ("buffers", "adapter"):
-            return {}
-        return {part.name: tuple(part.parameter[part.rows].shape) for part in self.model.checkpoint()}
-
-    def local(self, kind: str) -> Iterator[LocalSlice]:
-        for part in self.model.checkpoint() if self.shapes(kind) else ():
-            tensor = self._values(part, kind)[part.rows]
-            yield LocalSlice(part.name, (0,) * tensor.dim(), tensor, self.rank)
-
-    def _values(self, part: Rows, kind: str) -> Tensor:
-        """The parameter, its gradient or a moment."""
-        if kind in ("params", "master"):
-            return part.parameter.detach()
-        if kind == "grads":
-            return torch.zeros_like(part.parameter) if part.parameter.grad is None else part.parameter.grad
-        assert self.optimizer is not None  # it has the kinds of `optimizer_kinds`
-        moment: Tensor = self.optimizer.state[part.parameter][kind]
-        return moment
+from core_rl_tiny.model import Llama
 
 
 class TinyBackend(TrainBackend[TrainEngineConfig]):
@@ -82,7 +45,7 @@ class TinyBackend(TrainBackend[TrainEngineConfig]):
         context.check_model(self.config)
         self.model = Llama(self.config)
         self.config.architectures = ["LlamaForCausalLM"]
-        _load(TinyState(self.model, None, 0), context.config.model, context.seed)
+        _load(_views(self.model, nn.Parameter.detach), context.config.model, context.seed)
         self.model.to(context.device)
         optimizer_config = context.config.optimizer
         self.optimizer = build_adamw(self.model.parameters(), optimizer_config) if optimizer_config else None
@@ -90,8 +53,15 @@ class TinyBackend(TrainBackend[TrainEngineConfig]):
     def hf_config(self) -> PretrainedConfig:
         return self.config
 
-    def state(self) -> TinyState:
-        return TinyState(self.model, self.optimizer, self.group.rank)
+    def state(self) -> ReplicatedState:
+        weights = _views(self.model, nn.Parameter.detach)
+        tensors = {"params": weights, "master": weights, "grads": _views(self.model, _grad)}
+        kinds: tuple[str, ...] = ()
+        if self.optimizer is not None:
+            moments, kinds = self.optimizer.state, moment_kinds(self.optimizer)
+            tensors |= {kind: _views(self.model, partial(_moment, moments, kind)) for kind in kinds}
+        # `_load` refuses files with other tensors, so that none is carried.
+        return ReplicatedState(tensors=tensors, rank=self.group.rank, optimizer_kinds=kinds)
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for micro_batch in micro_batches:
@@ -139,12 +109,23 @@ class TinyBackend(TrainBackend[TrainEngineConfig]):
         """The module computes with the master weights themselves."""
 
 
-@torch.no_grad()
-def _load(state: TinyState, model: ModelConfig, seed: int) -> None:
-    """Fill the parameters from the files of ``model.path``; without one, with what every engine draws from ``seed``."""
+def _views(model: Llama, tensor_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+    """Checkpoint tensors as views of ``tensor_of`` each parameter."""
+    return {part.name: tensor_of(part.parameter)[part.rows] for part in model.checkpoint()}
+
+
+def _grad(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _moment(moments: Mapping[Tensor, Mapping[str, Tensor]], kind: str, parameter: nn.Parameter) -> Tensor:
+    return moments[parameter][kind]
+
+
+def _load(weights: dict[str, Tensor], model: ModelConfig, seed: int) -> None:
+    """Fill ``weights`` from the files of ``model.path``; without one, with what every engine draws from ``seed``."""
     source: TensorSource
-    shapes = state.shapes("master")
-    names = {name: name for name in shapes}
+    names = {name: name for name in weights}
     try:
         if model.path is None:
             source = TensorDict(build_model(model, seed=seed, attn_implementation="eager").state_dict())
@@ -152,9 +133,9 @@ def _load(state: TinyState, model: ModelConfig, seed: int) -> None:
             source = TensorFiles(Path(model.path), "model")
             # Files of a base model have names without its prefix.
             if "model.norm.weight" not in source.names():
-                names = {name: name.removeprefix("model.") for name in shapes}
-            check_source(source, {names[name]: shape for name, shape in shapes.items()}, "the weights")
-        for part in state.local("master"):
-            part.tensor.copy_(source.read(names[part.name]))
+                names = {name: name.removeprefix("model.") for name in weights}
+            check_source(source, {names[name]: tuple(w.shape) for name, w in weights.items()}, "the weights")
+        for name, weight in weights.items():
+            weight.copy_(source.read(names[name]))
     except (CheckpointError, WeightsError) as error:
         raise ConfigError(f"the model {model.path!r} cannot be built: {error}") from error

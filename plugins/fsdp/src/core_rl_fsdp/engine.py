@@ -18,6 +18,7 @@ from core_rl.backend.train_backend import BuildContext, PassMode
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.collectives import add_up
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import LayoutError
 from core_rl.state.store import is_float32_head
@@ -26,7 +27,7 @@ from core_rl.toolkit.build import build_model
 from core_rl.toolkit.cuda import require_device_memory, use_flash_attention
 from core_rl.toolkit.experts import check_expert_parallel
 from core_rl.toolkit.fully_sharded import check_copies, fsdp_modules, reset_pass, reshard
-from core_rl.toolkit.hf_backend import HFBackend, add_up
+from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
 from core_rl.toolkit.meta_build import build_on_meta, model_on_meta

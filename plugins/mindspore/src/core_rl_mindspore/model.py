@@ -1,0 +1,231 @@
+"""Dense decoders as cells of MindSpore: Llama, Qwen2 and Qwen3 over packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from mindspore import Parameter, Tensor, _Function, float32, float64, mint, nn, ops
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.errors import UnsupportedCapability, raise_all
+from core_rl_mindspore.crossing import to_mindspore
+
+__all__ = ["Decoder", "PackedTokens", "check_family"]
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROPES = ("default", "linear", "llama3")
+"""Scalings of rotary frequencies that do not depend on the length of a sequence, and scale nothing else."""
+
+Weights = Mapping[str, Parameter]
+
+
+def check_family(config: PretrainedConfig) -> None:
+    """Raise `UnsupportedCapability` for a model that `Decoder` does not compute."""
+    if config.model_type not in FAMILIES:
+        raise UnsupportedCapability(
+            f"the engine 'mindspore' has no model of the family {config.model_type!r}; it has {', '.join(FAMILIES)}: "
+            "use these, or the engine 'fsdp'"
+        )
+    raise_all(UnsupportedCapability, f"this {config.model_type!r} model", _variants(config))
+
+
+def _variants(config: PretrainedConfig) -> Iterator[str]:
+    """Settings of a known family that `Decoder` does not heed."""
+    if config.hidden_act != "silu":
+        yield f"hidden_act={config.hidden_act!r}; the engine 'mindspore' computes 'silu'"
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        yield "sliding attention in some layers; the engine 'mindspore' computes full attention"
+    if (kind := config.rope_parameters["rope_type"]) not in ROPES:
+        yield f"rope_type={kind!r}; the engine 'mindspore' computes {', '.join(ROPES)}"
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        yield "partial_rotary_factor; the engine 'mindspore' turns all of each head"
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Inputs of a pass over the packed sequences of a batch."""
+
+    ids: Tensor
+    """int64 ``[T]``."""
+    cos: Tensor
+    """``[T, 1, head_dim]``, as ``sin``."""
+    sin: Tensor
+    bounds: list[tuple[int, int]]
+    """The first token of each sequence, and the end."""
+    masks: Mapping[int, Tensor]
+    """The causal mask ``[L, L]`` of each length, -inf above the diagonal."""
+
+    @staticmethod
+    def of(batch: SequenceBatch, frequencies: torch.Tensor) -> PackedTokens:
+        """The tokens of ``batch``, whose positions turn by ``frequencies [head_dim / 2]``."""
+        angles = torch.outer(batch.position_ids.float(), frequencies).repeat(1, 2)[:, None]
+        masks = {
+            length: to_mindspore(torch.full((length, length), -torch.inf).triu(1))
+            for length in set(batch.lengths)
+        }
+        ids, cos, sin = map(to_mindspore, (batch.input_ids, angles.cos(), angles.sin()))
+        return PackedTokens(ids, cos, sin, [*pairwise(batch.cu_seqlens.tolist())], masks)
+
+
+class Linear(nn.Cell):  # type: ignore[misc]
+    """``[..., in]`` to ``[..., out]``, with a bias where the model has one."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        super().__init__()
+        self.weight, self.bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+
+    def construct(self, x: Tensor) -> Tensor:
+        return mint.nn.functional.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Cell):  # type: ignore[misc]
+    """The root mean square over the last dimension becomes 1, times a weight (arXiv:1910.07467)."""
+
+    def __init__(self, weights: Weights, name: str, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weights[f"{name}.weight"], eps
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.weight * (x * mint.rsqrt(mint.mean(mint.square(x), -1, keepdim=True) + self.eps))
+
+
+class Attention(nn.Cell):  # type: ignore[misc]
+    """Causal attention with grouped queries, strictly inside each sequence."""
+
+    def __init__(self, config: Any, weights: Weights, name: str) -> None:
+        super().__init__()
+        self.dim, self.kv_heads = head_dim(config), config.num_key_value_heads
+        self.groups = config.num_attention_heads // self.kv_heads
+        self.query, self.key, self.value, self.out = (
+            Linear(weights, f"{name}.{part}_proj") for part in "qkvo"
+        )
+        self.normed = f"{name}.q_norm.weight" in weights
+        if self.normed:  # Qwen3
+            self.query_norm, self.key_norm = (
+                RMSNorm(weights, f"{name}.{part}_norm", config.rms_norm_eps) for part in "qk"
+            )
+
+    def construct(self, x: Tensor, tokens: PackedTokens) -> Tensor:
+        """``[T, H]`` to ``[T, H]``."""
+        query, key, value = (
+            part(x).reshape(len(x), -1, self.dim) for part in (self.query, self.key, self.value)
+        )
+        if self.normed:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = _turned(query * self.dim**-0.5, tokens), _turned(key, tokens)
+        # Not by `mint.split`, whose gradient is wrong in MindSpore 2.10 where a permuted one comes in.
+        mixed = [self._mixed(query[a:b], key[a:b], value[a:b], tokens) for a, b in tokens.bounds]
+        return self.out(mint.cat(mixed, 0))
+
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, tokens: PackedTokens) -> Tensor:
+        """One sequence: ``[L, heads, dim]`` to ``[L, heads * dim]``."""
+        length = len(query)
+        heads, rows = (self.kv_heads, self.groups, length), (self.kv_heads, self.groups * length)
+        query = mint.permute(query.reshape(length, *heads[:2], self.dim), (1, 2, 0, 3)).reshape(
+            *rows, self.dim
+        )
+        # Three dimensions: the gradient of a product of four fails for a single key head and a single token.
+        scores = mint.bmm(query, mint.permute(key, (1, 2, 0))).reshape(*heads, length)
+        shares = _Softmax.apply(scores + tokens.masks[length]).reshape(*rows, length)
+        mixed = mint.bmm(shares, mint.permute(value, (1, 0, 2))).reshape(*heads, self.dim)
+        return mint.permute(mixed, (2, 0, 1, 3)).reshape(length, -1)
+
+
+class _Softmax(_Function):  # type: ignore[misc]
+    """Softmax over the last dimension, float32.
+
+    MindSpore 2.10 has two faults on the CPU. Its float32 exponential is an approximation, which is 1e-5 off. And where
+    the first gradient of a softmax in a process is over a single element, all later ones are wrong.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        wide = scores.astype(float64)
+        powers = mint.exp(wide - mint.amax(wide, -1, keepdim=True))
+        shares = (powers / powers.sum(-1, keepdim=True)).astype(float32)
+        ctx.save_for_backward(shares)
+        return shares
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (shares,) = ctx.saved_tensors
+        return shares * (grad - (grad * shares).sum(-1, keepdim=True))
+
+
+def _turned(x: Tensor, tokens: PackedTokens) -> Tensor:
+    """``[T, heads, dim]`` by rotary positions (arXiv:2104.09864)."""
+    first, second = mint.chunk(x, 2, -1)
+    return x * tokens.cos + mint.cat([-second, first], -1) * tokens.sin
+
+
+class Layer(nn.Cell):  # type: ignore[misc]
+    """Attention and a gated product, each after a norm."""
+
+    def __init__(self, config: Any, weights: Weights, name: str) -> None:
+        super().__init__()
+        self.before = RMSNorm(weights, f"{name}.input_layernorm", config.rms_norm_eps)
+        self.attention = Attention(config, weights, f"{name}.self_attn")
+        self.between = RMSNorm(weights, f"{name}.post_attention_layernorm", config.rms_norm_eps)
+        self.gate, self.up, self.down = (
+            Linear(weights, f"{name}.mlp.{part}_proj") for part in ("gate", "up", "down")
+        )
+
+    def construct(self, x: Tensor, tokens: PackedTokens) -> Tensor:
+        """``[T, H]`` to ``[T, H]``."""
+        x = x + self.attention(self.before(x), tokens)
+        inner = self.between(x)
+        return x + self.down(mint.nn.functional.silu(self.gate(inner)) * self.up(inner))
+
+
+class Decoder(nn.Cell):  # type: ignore[misc]
+    """The trunk of the model of ``config`` over ``weights``, by their names in transformers' module.
+
+    With ``recompute``, the backward pass computes the activations of each layer again.
+    """
+
+    def __init__(self, config: Any, weights: Weights, *, recompute: bool) -> None:
+        super().__init__()
+        check_family(config)
+        self.embedding, padding = weights["model.embed_tokens.weight"], config.pad_token_id
+        self.padding = None if padding is None else padding % config.vocab_size  # a row without a gradient
+        self.layers = nn.CellList(
+            [Layer(config, weights, f"model.layers.{number}") for number in range(config.num_hidden_layers)]
+        )
+        self.norm = RMSNorm(weights, "model.norm", config.rms_norm_eps)
+        self.frequencies = _frequencies(config)
+        if recompute:
+            for layer in self.layers:
+                layer.recompute(use_reentrant=False)
+
+    def construct(self, batch: SequenceBatch) -> Tensor:
+        """Hidden states ``[T, H]``."""
+        tokens = PackedTokens.of(batch, self.frequencies)
+        x = ops.gather(self.embedding, tokens.ids, 0)
+        if self.padding is not None:
+            x = mint.where((tokens.ids == self.padding)[:, None], ops.stop_gradient(x), x)
+        for layer in self.layers:
+            x = layer(x, tokens)
+        return self.norm(x)
+
+
+def _frequencies(config: Any) -> torch.Tensor:
+    """Frequencies of the rotation of each pair of a head's dimensions, ``[head_dim / 2]``."""
+    if (kind := config.rope_parameters["rope_type"]) in ROPE_INIT_FUNCTIONS:
+        scaled: torch.Tensor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
+        return scaled
+    size = head_dim(config)
+    plain: torch.Tensor = 1.0 / config.rope_parameters["rope_theta"] ** (
+        torch.arange(0, size, 2).float() / size
+    )
+    return plain
+
+
+def head_dim(config: Any) -> int:
+    """The size of a head, which Qwen2 does not name."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
