@@ -36,7 +36,7 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)\n((?:    .*\n)*)", re.MULTILINE)
 # Blocks that no CPU test runs, by the reason in the comment above them.
 NOT_RUN = {
     "needs a run of another page": 2,
-    "installs packages": 6,
+    "installs packages": 7,
     "installs everything and trains for minutes": 1,
     "installs packages and trains for minutes": 1,
     "trains for a minute": 5,
