@@ -203,10 +203,11 @@ def is_new_head(model: ModelConfig, name: str) -> bool:
 
 def require_fitting(model: ModelConfig, missing: Sequence[str], misshapen: Sequence[str]) -> None:
     """Raise `ConfigError` if files lack tensors of the model, or hold them in another shape."""
-    if missing or misshapen:
+    problems = {"missing": missing, "misshapen": misshapen}
+    if parts := [f"{problem} {list(names[:5])}" for problem, names in problems.items() if names]:
         raise ConfigError(
-            f"the weights in {model.path!r} do not fit their config: "
-            f"missing {list(missing[:5])}, misshapen {list(misshapen[:5])}"
+            f"the weights in {model.path!r} do not fit their config: {', '.join(parts)}; take weights and config.json "
+            "of one model, and of a language model, not a classifier"
         )
 
 

@@ -34,7 +34,7 @@ from core_rl.toolkit.build import (
 )
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.lora import checkpoint_name, fresh_adapter
-from core_rl.toolkit.model_files import model_files, name_as_in_files
+from core_rl.toolkit.model_files import model_files, name_as_in_files, unread_names
 
 __all__ = ["Unloaded", "build_on_meta", "digest_of_directory", "model_on_meta"]
 
@@ -134,7 +134,10 @@ def _source(
     located = {name: place for name in required if (place := _find(built, name, tied, present)) is not None}
     missing = [name for name in required if name not in located and not is_new_head(model, name)]
     known = {*located.values(), *(name for names in tied.values() for name in names)}
-    if missing and (present - known or built._keys_to_ignore_on_load_missing):
+    unknown = sorted(present - known)
+    if missing and (
+        len(unknown) > len(unread_names(built, unknown)) or built._keys_to_ignore_on_load_missing
+    ):
         return None
     misshapen = [name for name, place in located.items() if files.shape(place) != required[name]]
     require_fitting(model, missing, misshapen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -156,16 +156,20 @@ def carried_tensors(
     if not unwritten:
         return None
     require_unquantized(model)
-    module_names = _held_names(built)
-    if model.head != "lm":
-        module_names |= _held_names(_planned(model))
-    conversions = get_model_conversion_mapping(built)
-    carried = {
-        name: name
-        for name, module_name in zip(unwritten, _renamed(built, unwritten, conversions), strict=True)
-        if module_name not in module_names and name not in module_names
-    }
+    replaced = _held_names(_planned(model)) if model.head != "lm" else ()
+    carried = {name: name for name in unread_names(built, unwritten) if name not in replaced}
     return MappedSource(files, carried) if carried else None
+
+
+def unread_names(built: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """The names, of ``names`` in files, that transformers takes for no tensor of ``built``, such as a tower's."""
+    module_names = _held_names(built)
+    renamed = _renamed(built, names, get_model_conversion_mapping(built))
+    return [
+        name
+        for name, new in zip(names, renamed, strict=True)
+        if new not in module_names and name not in module_names
+    ]
 
 
 def unused_tensors(built: PreTrainedModel, model: ModelConfig) -> list[str]:

@@ -180,9 +180,16 @@ def test_an_adapter_begins_with_the_same_values(name: str, tmp_path: Path) -> No
 
 def test_unmapped_files_are_loaded_by_transformers(tmp_path: Path) -> None:
     assert from_meta(ModelConfig(config=MODELS["qwen3"])) is None
-    renamed = written("qwen3", tmp_path / "renamed")
-    change(renamed, lambda stored: stored.update({"model.norm.gamma": stored.pop("model.norm.weight")}))
-    assert from_meta(ModelConfig(path=str(renamed))) is None
+    bert: dict[str, Any] = {
+        "model_type": "bert",
+        "is_decoder": True,
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+    }
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**bert)).save_pretrained(tmp_path)
+    norm = "bert.embeddings.LayerNorm"  # transformers reads its name of before
+    change(tmp_path, lambda stored: stored.update({f"{norm}.gamma": stored.pop(f"{norm}.weight")}))
+    assert from_meta(ModelConfig(path=str(tmp_path))) is None
 
 
 def test_differing_tied_tensors_are_refused(tmp_path: Path) -> None:
@@ -202,9 +209,17 @@ def shorten(stored: dict[str, torch.Tensor]) -> None:
     stored["model.norm.weight"] = stored["model.norm.weight"][:-1].clone()
 
 
-@pytest.mark.parametrize(("damage", "message"), [(drop, "missing"), (shorten, "misshapen")])
-def test_misfit_weights_raise_config_error(damage: Any, message: str, tmp_path: Path) -> None:
-    model = ModelConfig(path=str(written("qwen3", tmp_path)))
+def drop_beside_others(stored: dict[str, torch.Tensor]) -> None:
+    others = {name: torch.zeros(1, 24) for name in ("score.weight", "visual.merger.weight")}
+    stored |= others | {"model.norm.gamma": stored.pop("model.norm.weight")}
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize(
+    ("damage", "message"), [(drop, "missing"), (shorten, "misshapen"), (drop_beside_others, "missing")]
+)
+def test_misfit_weights_raise_config_error(damage: Any, message: str, head: Head, tmp_path: Path) -> None:
+    model = ModelConfig(path=str(written("qwen3", tmp_path)), head=head)
     change(tmp_path, damage)
     with pytest.raises(ConfigError, match=rf"do not fit their config: .*{message} \['model\.norm\.weight'\]"):
         build_on_meta(model, seed=3, attn_implementation="eager")
