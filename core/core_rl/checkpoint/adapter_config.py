@@ -50,6 +50,7 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
 }
 """Values besides null, false and nothing with which an adapter is ``scaling * B @ A`` and nothing else."""
+MERGE_FIX = "not plain LoRA; merge it (peft's merge_and_unload) into model.path"
 HEADS = frozenset({"score", "classifier"})
 """Names in ``modules_to_save`` of a scalar head, of which `peft` writes both."""
 
@@ -69,7 +70,7 @@ def adapter_problems(lora: LoraConfig, head: Head, directory: Path) -> Iterator[
         if name == "modules_to_save" and head != "lm" and {*value} <= HEADS:
             continue
         if name in PLAIN or value != _peft_defaults().get(name):
-            yield f"its {name} is {_shown(value)} in {ADAPTER_CONFIG}, which is more than LoRA as model.lora has it"
+            yield f"its {name} is {_shown(value)} in {ADAPTER_CONFIG}, {MERGE_FIX}"
     for name, (field, default) in CHECKED.items():
         saved_value, value = saved.get(name), getattr(lora, field)
         saved_value = default if saved_value is None else saved_value

@@ -50,6 +50,7 @@ def test_plain_adapters_are_accepted(tmp_path: Path, changes: dict[str, Any]) ->
 def test_other_fields_are_refused_by_name(tmp_path: Path, name: str, value: object) -> None:
     message = problems(tmp_path, saved(tmp_path, **{name: value}))
     assert message.startswith(f"its {name} is {value!r} in adapter_config.json")
+    assert "; merge it (peft's merge_and_unload) into model.path" in message
 
 
 @pytest.mark.parametrize(
