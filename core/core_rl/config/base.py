@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -34,6 +36,8 @@ WORDING: Mapping[str, str] = {
     "literal_error": "must be {expected}",
 }
 """Sentences for kinds of pydantic's errors."""
+BRANCH = re.compile(r"(literal|tuple|list|dict)\[.*\]")
+"""A part of an error's location that names a kind of value of the field before it."""
 SHOWN_CHARACTERS = 80
 """The longest value that an error shows in full."""
 
@@ -62,7 +66,7 @@ def parse_config(kind: type[ConfigT], values: Mapping[str, Any], where: str = "c
     try:
         parsed = kind.model_validate(dict(values))
     except ValidationError as error:
-        raise_all(ConfigError, where, [_problem(kind, detail) for detail in error.errors()])
+        raise_all(ConfigError, where, list(_problems(kind, error.errors())))
         raise AssertionError("a validation error without details") from error
     raise_all(ConfigError, where, list(_numbers_by_truth(values, parsed)))
     return parsed
@@ -78,9 +82,19 @@ def _numbers_by_truth(values: Mapping[str, Any], parsed: Config, prefix: str = "
             yield f"field '{prefix}{name}' = {value}: it is a number, neither true nor false"
 
 
-def _problem(kind: type[BaseModel], detail: ErrorDetails) -> str:
-    location = ".".join(str(part) for part in detail["loc"])
-    value = hidden(str(detail["loc"][-1]) if detail["loc"] else "", detail["input"])
+def _problems(kind: type[BaseModel], details: Iterable[ErrorDetails]) -> Iterator[str]:
+    """A sentence for each wrong value, with all kinds of values that its field may have."""
+    for location, group in groupby(
+        details, lambda one: [part for part in one["loc"] if not BRANCH.match(str(part))]
+    ):
+        first, *others = group
+        kinds = [_message(kind, detail).removeprefix("must be ") for detail in others]
+        yield " or ".join([_problem(kind, location, first), *kinds])
+
+
+def _problem(kind: type[BaseModel], place: Sequence[int | str], detail: ErrorDetails) -> str:
+    location = ".".join(map(str, place))
+    value = hidden(str(place[-1]) if place else "", detail["input"])
     message = _message(kind, detail)
     if detail["type"] == "extra_forbidden":
         return f"unknown field {location!r}{_shown(value)}{_suggestion(kind, detail['loc'])}"

@@ -25,6 +25,7 @@ class Whole(Config):
     values: dict[str, int] = Field(default_factory=dict)
     fresh: bool = False
     mode: Literal["min", "max"] = "min"
+    layers: Literal["all"] | tuple[int, ...] = "all"
     code: ImportPath = "a:b"
 
     other_names: ClassVar[Mapping[str, str]] = {"learning_rate": "part.size"}
@@ -41,6 +42,7 @@ class Whole(Config):
         ({"values": {"a": 0.5}}, "field 'values.a' = 0.5: must be a whole number"),
         ({"fresh": "maybe"}, "field 'fresh' = 'maybe': must be true or false"),
         ({"mode": "mean"}, "field 'mode' = 'mean': must be 'min' or 'max'"),
+        ({"layers": "1,2"}, "field 'layers' = '1,2': must be 'all' or a list"),
         ({"part": {"size": "many"}}, "field 'part.size' = 'many': must be a whole number"),
         ({"part": {"size": 0}}, "field 'part.size' = 0: must be at least 1"),
         ({"part": {"size": 9}}, "field 'part.size' = 9: must be below 9"),
