@@ -121,6 +121,11 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
             b'{"version": "1",\n"data": [{}]}',
             "is one object with 'version', 'data'; write a list",
         ),
+        (
+            "data.json",
+            b'{"n": 1, "rows": [{"prompt": "1="}]}',
+            "is one object with 'n', 'rows'; write a list",
+        ),
         ("data.json", b'{"prompt": {"0": "1="}}', r"is one object with 'prompt'; .*orient='records'"),
         ("data.json", b"[1, 2", "data.json is not JSON"),
         ("data.json", b'["a"]', "data.json: example 1 is a str; it must be an object"),

@@ -411,6 +411,11 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
     (PROMPTS, {"prompt": "P", "_row": 3}, "'_row', which is a field of the trainer"),
     (PROMPTS, {"prompt": "P", "prompt_ids": [3]}, "'prompt_ids', which is a field of the trainer"),
     (DEMONSTRATIONS, ALPACA | {"label": False}, "'label' of true or false"),
+    (
+        PREFERENCES,
+        {"prompt": "P", "completion": "A", "label": False},
+        "for dpo, write 'chosen' and 'rejected'",
+    ),
     (DEMONSTRATIONS, {"prompt": "P", "answer": "A", "label": "False"}, "'label' of true or false"),
     (
         DEMONSTRATIONS,

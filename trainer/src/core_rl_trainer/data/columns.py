@@ -43,7 +43,8 @@ MOST = 600
 MEDIA_FIX = "no model is trained on it; remove the column"
 WEIGHT_FIX = "no setting reads weights of rows: sources and messages have them; remove the column"
 UNPAIRED_FIX = (
-    "nothing here trains on unpaired preferences; remove the column, with the rows not to be imitated"
+    "nothing here trains on unpaired preferences; for dpo, write 'chosen' and 'rejected' of each prompt in a row; for "
+    "sft, remove the column, with the rows not to be imitated"
 )
 CONVERSIONS: Mapping[str, str] = {
     "input_ids": "core-rl encodes texts and messages itself: write them, or what tokenizer.decode gives of the ids; "
@@ -241,8 +242,11 @@ def _converted(example: Example, kind: ExampleKind, chats: bool) -> tuple[Exampl
         if isinstance(turns, list) and are_turns(turns):
             result[name] = as_turns(turns)
     format_name = _convert(result, kind)
-    labelled = kind.name == "demonstrations" and not _lacks(result, "answer", "messages")
-    if labelled and str(result.get("label")).lower() in ("true", "false"):
+    unpaired = {
+        "demonstrations": not _lacks(result, "answer", "messages"),
+        "preferences": _lacks(result, "chosen", "rejected"),
+    }
+    if unpaired.get(kind.name) and str(result.get("label")).lower() in ("true", "false"):
         raise BatchError(f"has a column 'label' of true or false, as TRL's KTO: {UNPAIRED_FIX}")
     if chats:
         _put_context(result, kind)

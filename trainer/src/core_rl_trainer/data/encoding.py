@@ -331,7 +331,7 @@ def _ended(chat_format: ChatFormat, turn: list[int], text: str) -> tuple[list[in
 
 
 def _end_in(chat_format: ChatFormat, turn: list[int], text: str) -> int:
-    """The number of tokens up to the last closing token that the template writes behind ``text``; 0 without one."""
+    """The number of tokens up to the last closing token behind ``text``; 0 without one."""
     last = max((number + 1 for number, token in enumerate(turn) if token in chat_format.closing), default=0)
     rest = squeezed(str(chat_format.tokenizer.decode(turn[last:])))
     return 0 if rest and squeezed(text).endswith(rest) else last

@@ -20,7 +20,7 @@ from typing import Any
 
 from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl_trainer.data.examples import Example, Examples
-from core_rl_trainer.data.plain import check_characters, parse_json
+from core_rl_trainer.data.plain import STRUCTURED, check_characters, parse_json
 
 OPENERS: Mapping[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMMANDS: Mapping[str, str] = {".zst": "zstd -d", ".zip": "unzip", ".lz4": "lz4 -d", ".7z": "7z x"}
@@ -84,7 +84,7 @@ def read_json(path: Path) -> Examples:
 
 
 def _refuse_document(path: Path, content: bytes) -> None:
-    """Raise `ConfigError` for one object over several lines, or in columns as `pandas.DataFrame.to_json` writes it."""
+    """Raise `ConfigError` for one object over several lines, around the examples, or in columns as pandas writes it."""
     try:
         document = json.loads(content)
     except (ValueError, RecursionError):  # several objects, or lines with errors
@@ -92,7 +92,10 @@ def _refuse_document(path: Path, content: bytes) -> None:
     if not isinstance(document, dict):
         return
     indexed = [isinstance(value, dict) and all(map(str.isdigit, value)) for value in document.values()]
-    if b"\n" in content.strip() or (indexed and all(indexed)):
+    firsts = [value[0] for value in document.values() if isinstance(value, list) and value]
+    around = any(isinstance(first, dict) and not {"role", "from"} & first.keys() for first in firsts)
+    around = around and not {"prompt", *STRUCTURED} & document.keys()
+    if b"\n" in content.strip() or (indexed and all(indexed)) or around:
         raise ConfigError(
             f"{path}: is one object with {', '.join(map(repr, [*document][:5]))}; write a list of objects, one for "
             "each example (with pandas, to_json(orient='records'))"
