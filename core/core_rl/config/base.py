@@ -130,7 +130,9 @@ def _suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
     owner, name = _owner(kind, location[:-1]), str(location[-1])
     if owner is None:
         return "; remove it"
-    sections = {f"{part}.{name}": _configs_in(field.annotation) for part, field in kind.model_fields.items()}
+    # Not of the section that it stands in: other kinds of this section may have it.
+    others = {part: field for part, field in kind.model_fields.items() if part != location[0]}
+    sections = {f"{part}.{name}": _configs_in(field.annotation) for part, field in others.items()}
     places = [place for place, configs in sections.items() if any(name in c.model_fields for c in configs)]
     elsewhere = getattr(kind, "other_names", {}).get(name) or " or ".join(places)
     if elsewhere:
