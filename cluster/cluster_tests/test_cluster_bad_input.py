@@ -26,9 +26,9 @@ OTHER_VERSION = (
 )
 
 
-def opening(machines: int, resources: dict[str, float] | None = None) -> str:
-    """A program that opens hosts."""
-    arguments = f"{machines}, 2, wait_s=4, resources={resources or {}}"
+def opening(machines: int, resources: dict[str, float] | None = None, wait_s: int = 4) -> str:
+    """A program that opens hosts; ``wait_s`` is short where the nodes can never be given."""
+    arguments = f"{machines}, 2, wait_s={wait_s}, resources={resources or {}}"
     return f"from core_rl_cluster import RayHosts; RayHosts({arguments}).open()"
 
 
@@ -56,7 +56,7 @@ UNUSABLE: dict[str, tuple[str, dict[str, str], str]] = {
     ),
     "too few GPUs": (opening(2, {"GPU": 2}), {}, r"node\d .*lacks GPU 2"),
     "other versions": (
-        OTHER_VERSION + opening(1),
+        OTHER_VERSION + opening(1, wait_s=40),
         {},
         r"machine 0 \(node\d.* has torch 2\.13\S+, and the driver torch 2\.0",
     ),
