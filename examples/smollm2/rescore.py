@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def completions(dtype: str) -> SequenceBatch:
             row["prompt"], add_generation_prompt=True, return_dict=False
         )
 
-    def reward(prompt: object, output: Any, row: Any) -> float:  # noqa: ARG001
-        return integer_match(tokenizer.decode(output.output_ids, skip_special_tokens=True), row)
+    def reward(prompt_ids: Sequence[int], output_ids: Sequence[int], row: Any) -> float:  # noqa: ARG001
+        return integer_match(tokenizer.decode(output_ids, skip_special_tokens=True), row)
 
     options = {"max_running_requests": 32, "max_total_tokens": 8192}
     values: dict[str, Any] = {"model": model, "dtype": dtype, "options": options}

@@ -11,19 +11,16 @@ from core_rl.config.base import parse_config
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import get_spec, load_config
+from core_rl_conformance.inputs.tiny_models import LLAMA3
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"pad_token_id": 7},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False},
-    "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_parameters": LLAMA3},
+    "llama": {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "rope_parameters": {**LLAMA3, "rope_theta": 1e4},
+    },
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
 }
 """Changes of `engine_support.TINY`."""

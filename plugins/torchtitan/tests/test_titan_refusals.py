@@ -17,18 +17,11 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.errors import BatchError, ConfigError, CoreRLError, LayoutError, UnsupportedCapability
 from core_rl.toolkit.parallel_context import WHOLE
+from core_rl_conformance.inputs.tiny_models import LLAMA3
 from core_rl_torchtitan.modules import PackedDecoder
 from core_rl_torchtitan.translation import decoder_config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 REFUSED: list[tuple[dict[str, int], Mapping[str, Any], type[CoreRLError], str]] = [
     ({"tp": 3}, {}, LayoutError, r"(?s)tp=3 does not divide num_attention_heads=4.*num_key_value_heads=2"),
     ({"tp": 4}, {}, LayoutError, r"tp=4 does not divide num_key_value_heads=2"),
@@ -48,7 +41,7 @@ REFUSED: list[tuple[dict[str, int], Mapping[str, Any], type[CoreRLError], str]] 
     ({}, {"attention_dropout": 0.1}, UnsupportedCapability, r"attention_dropout=0.1"),
     ({}, {"hidden_act": "gelu"}, UnsupportedCapability, r"hidden_act='gelu'"),
     ({}, {"rope_parameters": YARN}, UnsupportedCapability, r"rope_type='yarn'"),
-    ({}, {"rope_parameters": LLAMA3}, UnsupportedCapability, r"rope_type='llama3'"),
+    ({}, {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}}, UnsupportedCapability, r"rope_type='llama3'"),
 ]
 
 
