@@ -28,7 +28,7 @@ class Whole(Config):
     layers: Literal["all"] | tuple[int, ...] = "all"
     code: ImportPath = "a:b"
 
-    other_names: ClassVar[Mapping[str, str]] = {"learning_rate": "part.size"}
+    other_names: ClassVar[Mapping[str, str]] = {"learning_rate": "part.size", "shares": "names"}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,10 @@ class Whole(Config):
         ({"part": {"share": float("inf")}}, "field 'part.share' = inf: must be finite"),
         ({"share": 1}, "unknown field 'share' = 1; its place here is part.share or other.share"),
         ({"part": {"mode": 1}}, "unknown field 'part.mode' = 1; remove it. Known fields: share, size"),
+        (
+            {"part": {"shares": 1}},
+            "unknown field 'part.shares' = 1; did you mean 'share'? Known fields: share, size",
+        ),
         ({"learning_rate": 1}, "unknown field 'learning_rate' = 1; its place here is part.size"),
         (
             {"code": print},

@@ -127,7 +127,7 @@ def test_a_tokenizer_without_an_end_is_named() -> None:
         encode_completion(support.chat_format(tokenizer), "1=", "1")
 
 
-def called(arguments: str) -> dict[str, Any]:
+def called(arguments: object) -> dict[str, Any]:
     """A turn that calls a function."""
     return {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]}
 
@@ -146,10 +146,10 @@ def called(arguments: str) -> dict[str, Any]:
             {"messages": [CHAT[0], called("{'x': 1}")]},
             "with arguments that are no JSON object (\"{'x': 1}\"); write",
         ),
-        (
-            {"messages": [CHAT[0], called(json.dumps(json.dumps({"x": 1})))]},
-            "arguments that are no JSON object",
-        ),
+        *[
+            ({"messages": [CHAT[0], called(arguments)]}, "arguments that are no JSON object")
+            for arguments in (json.dumps(json.dumps({"x": 1})), "[1]", [], 0, False)
+        ],
         ({"prompt": [{"role": "user", "content": 1}], "answer": "1"}, "no text as 'content', but 1"),
         ({"answer": "1"}, "needs a text 'prompt'; it has None"),
     ],

@@ -151,8 +151,8 @@ def _calls_problem(calls: object) -> str | None:
         function = _function_of(call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             return f"a tool call without the name of a function: {shortened(call)}"
-        if isinstance(text := _arguments(function), str):
-            return f"a tool call with arguments that are no JSON object ({shortened(text)}); write them with json.dumps"
+        if not isinstance(args := _arguments(function), Mapping):
+            return f"a tool call with arguments that are no JSON object ({shortened(args)}); write them with json.dumps"
     return None
 
 
@@ -208,12 +208,12 @@ def _formed_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
 def _arguments(function: Mapping[str, Any]) -> Any:
     """The arguments of a call; JSON text is read, and other text, which is refused, stays as it is."""
     arguments = function.get("arguments")
-    if isinstance(arguments, str) and arguments.strip():
+    if isinstance(arguments, str):
         try:
-            return json.loads(arguments)
+            arguments = json.loads(arguments.strip() or "{}")
         except ValueError:
             return arguments
-    return arguments or {}
+    return {} if arguments is None else arguments
 
 
 # ----------------------------------------------------------------- shown text
