@@ -84,7 +84,9 @@ class _Writer:
             self._path(number).rename(self._directory / target)
             weight_map |= dict.fromkeys(names, target)
         index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        (self._directory / _index_name(self._prefix)).write_text(json.dumps(index, indent=2) + "\n")
+        (self._directory / f"{self._prefix}.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n"
+        )
 
     def _write(self) -> None:
         self._files.append(list(self._tensors))
@@ -94,10 +96,6 @@ class _Writer:
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{self._prefix}-{number:05d}.safetensors"
-
-
-def _index_name(prefix: str) -> str:
-    return f"{prefix}.safetensors.index.json"
 
 
 def write_file(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -82,7 +82,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected 'key: value' lines at the top level, found a {_kind(values)}")
+        kind = {list: "list", str: "text", bool: "truth value"}.get(type(values), type(values).__name__)
+        raise ConfigError(f"{path}: expected 'key: value' lines at the top level, found a {kind}")
     if wrong := [key for key in values if not isinstance(key, str)]:
         raise ConfigError(f"{path}: the keys at the top level must be strings, found {wrong!r}; quote them")
     return values
@@ -161,7 +162,3 @@ def _slot(section: dict[str, Any] | list[Any], path: tuple[str, ...], depth: int
         f"{key!r} must be an index from 0 to {len(section) - 1}"
         + ("; override the whole list" if not section else "")
     )
-
-
-def _kind(value: object) -> str:
-    return {list: "list", str: "text", bool: "truth value"}.get(type(value), type(value).__name__)

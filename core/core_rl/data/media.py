@@ -30,15 +30,12 @@ def media_violations(media: Sequence[Media], count: int) -> Iterable[str]:
         for name, value in arguments.items():
             place = f"media argument {name!r} of sequence {b}"
             if not isinstance(value, Tensor) or value.dim() < 1:
-                yield f"{place} must be a tensor [N, ...]; it is a {_describe(value)}"
+                kind = f"number {value.tolist()}" if isinstance(value, Tensor) else type(value).__name__
+                yield f"{place} must be a tensor [N, ...]; it is a {kind}"
             elif name.startswith(PIXELS) and not value.numel():
                 yield f"{place} has no pixels (shape {list(value.shape)}); leave the argument out"
             elif value.is_floating_point() and not bool(value.isfinite().all()):
                 yield f"{place} holds NaN or infinity; look at the image and its processor"
-
-
-def _describe(value: object) -> str:
-    return f"number {value.tolist()}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def count_patches(media: Media) -> int:

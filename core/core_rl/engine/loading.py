@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, overload
 
 from core_rl.backend.inference_backend import InferenceBackend
@@ -71,15 +71,11 @@ def _differences(spec: EngineSpec, backend: type[Any]) -> Iterator[str]:
     for protocol in sorted(supported.union(NAMED_PROTOCOLS).intersection(backend.__mro__), key=str):
         absent = [name for name in _members(protocol) if _owner(backend, name) is protocol]
         if absent:
-            yield f"it names {protocol.__name__} among its bases and lacks {_calls(absent)}"
+            yield f"it names {protocol.__name__} among its bases and lacks {', '.join(f'{name}()' for name in absent)}"
         serving = [capability for capability, protocols in table.items() if protocol in protocols]
         if serving and not spec.capabilities.intersection(serving):
             names = " or ".join(repr(capability.value) for capability in serving)
             yield f"it names {protocol.__name__} among its bases and does not declare {names}"
-
-
-def _calls(names: Iterable[str]) -> str:
-    return ", ".join(f"{name}()" for name in names)
 
 
 def _members(protocol: type) -> list[str]:

@@ -45,11 +45,9 @@ class AdamW8Bit:
         """Update the parameters that have a gradient."""
         for group, quantized in zip(self._groups, self._optimizer.param_groups, strict=True):
             quantized["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
-        with torch.compiler.set_stance("force_eager") if self._on_cpu() else nullcontext():
+        on_cpu = all(p.device.type == "cpu" for group in self._groups for p in group["params"])
+        with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
             self._optimizer.step()
-
-    def _on_cpu(self) -> bool:
-        return all(p.device.type == "cpu" for group in self._groups for p in group["params"])
 
 
 def is_eight_bit(moment: Tensor) -> bool:

@@ -139,13 +139,9 @@ class RemoteBucket:
         flat = shared_bytes(max(1, self.used))[: self.used]
         channel.receive_into(flat.numpy().data, time.monotonic() + REPLY_TIMEOUT_S)
         return [
-            (name, flat[start : start + _nbytes(dtype, shape)].view(dtype).view(shape))
+            (name, flat[start : start + dtype.itemsize * torch.Size(shape).numel()].view(dtype).view(shape))
             for name, dtype, shape, start in self.tensors
         ]
-
-
-def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return dtype.itemsize * torch.Size(shape).numel()
 
 
 def require_shared_memory(needed: int, subject: str) -> None:
