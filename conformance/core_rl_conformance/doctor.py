@@ -64,7 +64,7 @@ class Finding(Record):
 
 
 class Diagnosis(Record):
-    """What a session has shown about some engines, each as NAME:LAYOUT."""
+    """The results of a session about engines, each as NAME:LAYOUT."""
 
     verdict: str
     """The first line."""
@@ -77,7 +77,7 @@ class Diagnosis(Record):
     checks: tuple[str, ...]
     """One line for each check and engine."""
     cut: str
-    """What ``--truncate-layers`` has left out."""
+    """Layers that ``--truncate-layers`` has left out."""
 
     @property
     def text(self) -> str:
@@ -100,7 +100,7 @@ def diagnose(
         if truncated is not None:
             cut = truncate_layers(path, truncated, Path(temporary))
             path = Path(temporary)
-        model = read_given(path)
+        model = read_given(path, "--model")
         labels = {engine: _label_or_refusal(engine, model, dtype) for engine in engines}
         accepted = dict.fromkeys(label for label in labels.values() if isinstance(label, str))
         file = report or Path(temporary) / "report.json"
@@ -128,28 +128,21 @@ def _results(labels: Iterable[str], path: Path, dtype: DType | None, file: Path)
     with redirect_stdout(sys.stderr):
         code = pytest.main([*options, "-p", "no:cacheprovider"])
     if code not in FINISHED:
-        raise ConfigError(
-            f"the session ended early, with pytest's exit code {int(code)}; its reason is above"
-        )
+        raise ConfigError(f"the session ended early, with pytest's exit code {int(code)}; see its text above")
     return read_report(file).results
 
 
 def diagnosis_of(
     labels: Iterable[str], refused: Mapping[str, str], results: Sequence[CaseRecord], cut: str
 ) -> Diagnosis:
-    """What ``results`` show about engines; some were ``refused`` before, with the reason."""
+    """The diagnosis from ``results``; some engines were ``refused`` before, with the reason."""
     cases: dict[str, list[CaseRecord]] = {label: [] for label in labels}
     for case in results:
         cases[_label(case)].append(case)
     stages, order = list(STAGES), _checks()
-    findings = sorted(
-        (_finding(case) for case in results if case.outcome is Outcome.FAILED),
-        key=lambda finding: (stages.index(finding.stage), order.index(finding.check)),
-    )
-    judgements = {
-        label: _judgement(cases[label], [finding for finding in findings if finding.engine == label])
-        for label in cases
-    }
+    findings = [_finding(case) for case in results if case.outcome is Outcome.FAILED]
+    findings.sort(key=lambda finding: (stages.index(finding.stage), order.index(finding.check)))
+    judgements = {label: _judgement(label, cases[label], findings) for label in cases}
     judgements |= {engine: f"{NOT_JUDGED}{reason.splitlines()[0]}" for engine, reason in refused.items()}
     judged = [label for label, sentence in judgements.items() if not sentence.startswith(NOT_JUDGED)]
     return Diagnosis(
@@ -170,17 +163,13 @@ def _label(case: CaseRecord) -> str:
     return f"{case.engine}:{case.layout}"
 
 
-def _stage(case: CaseRecord) -> str:
-    stage = next(stage for stage, checks in STAGES.items() if case.check in checks)
-    worst = case.worst
-    return "loss" if stage == "gradients" and worst and worst.what.startswith("the loss") else stage
-
-
 def _finding(case: CaseRecord) -> Finding:
     place, hint = PLACE.search(case.message), HINT.search(case.message)
     worst = case.worst if case.worst and case.worst.ratio > 1 else None
+    stage = next(stage for stage, checks in STAGES.items() if case.check in checks)
+    of_loss = stage == "gradients" and worst is not None and worst.what.startswith("the loss")
     return Finding(
-        stage=_stage(case),
+        stage="loss" if of_loss else stage,
         engine=_label(case),
         check=case.check,
         place=place["place"] if place else "".join(case.message.splitlines()[1:2]).strip(),
@@ -201,15 +190,15 @@ def _verdict(judged: Sequence[str], findings: Sequence[Finding]) -> str:
     return f"{subject} first at {first.stage}: {first.place}"
 
 
-def _judgement(cases: Sequence[CaseRecord], findings: Sequence[Finding]) -> str:
-    """The sentence about one engine."""
-    executed = [case for case in cases if case.outcome.executed]
+def _judgement(label: str, cases: Sequence[CaseRecord], findings: Iterable[Finding]) -> str:
+    executed = sum(case.outcome.executed for case in cases)
     if not executed:
         return f"{NOT_JUDGED}{next((case.reason for case in cases), 'no check ran')}"
-    if not findings:
-        return f"within rounding of the oracle in {len(executed)} checks"
-    first = findings[0]
-    count = f"off the oracle in {len(findings)} of {len(executed)} checks, first {first.check}"
+    wrong = [finding for finding in findings if finding.engine == label]
+    if not wrong:
+        return f"within rounding of the oracle in {executed} checks"
+    first = wrong[0]
+    count = f"off the oracle in {len(wrong)} of {executed} checks, first {first.check}"
     return "; ".join(filter(None, (count, first.size, first.hint)))
 
 

@@ -18,7 +18,7 @@ OUTSIDE = -1
 
 
 def truncate_layers(source: Path, count: int, directory: Path) -> str:
-    """Write the model in ``source`` with its first ``count`` layers into ``directory``; the sentence on what was cut.
+    """Write the model in ``source`` with its first ``count`` layers into ``directory``; a sentence on the cut.
 
     It keeps more layers where a kind of layer comes later: by the config's ``layer_types``, or by its tensors.
     Raises `ConfigError` for a model that has no more layers than ``count``, or cannot be read.
@@ -35,15 +35,14 @@ def truncate_layers(source: Path, count: int, directory: Path) -> str:
     lists = {
         name: value
         for name, value in text.to_dict().items()
-        if isinstance(value, list) and len(value) == layers and name in vars(text)
+        if isinstance(value, list) and len(value) == layers and not name.endswith("_token_id")
     }
     layer_of = {name: int(match[1]) if (match := LAYER.match(name)) else OUTSIDE for name in files.names()}
-    kinds = _kinds(layer_of, [value for name, value in lists.items() if name.endswith("layer_types")], layers)
+    types = [value for name, value in lists.items() if name.endswith("layer_types")]
+    kinds = [_kind(layer, layer_of, types) for layer in range(layers)]
     size = max(count, *(kinds.index(kind) + 1 for kind in set(kinds)))
     if size >= layers:
-        reason = (
-            f"it has {layers} layers" if count >= layers else f"the last of its {layers} has its own kind"
-        )
+        reason = f"it has {layers} layers" if count >= layers else f"only the last of {layers} has its kind"
         raise ConfigError(f"{option}: nothing can be cut from {source}: {reason}; leave the option out")
     text.num_hidden_layers = size
     for name, value in lists.items():
@@ -57,12 +56,7 @@ def truncate_layers(source: Path, count: int, directory: Path) -> str:
     return f"layers {size} to {layers - 1} of {layers} are cut{more}"
 
 
-def _kinds(
-    layer_of: Mapping[str, int], types: Iterable[Sequence[object]], layers: int
-) -> list[tuple[object, ...]]:
-    """The kind of each layer: its entry in each list of ``types``, and the names of its tensors."""
-    tensors: list[set[str]] = [set() for _ in range(layers)]
-    for name, layer in layer_of.items():
-        if OUTSIDE < layer < layers:
-            tensors[layer].add(LAYER.sub("", name, count=1))
-    return list(zip(*types, map(frozenset, tensors), strict=True))
+def _kind(layer: int, layer_of: Mapping[str, int], types: Iterable[Sequence[object]]) -> tuple[object, ...]:
+    """Its entry in each list of ``types``, and the names of its tensors."""
+    names = (LAYER.sub("", name, count=1) for name, number in layer_of.items() if number == layer)
+    return frozenset(names), *(entries[layer] for entries in types)

@@ -307,12 +307,12 @@ def _plan(config: pytest.Config) -> Plan:
     return Plan(targets, selection, given)
 
 
-def _layouts_of(names: Iterable[str], given: bool) -> dict[str, list[str]]:
+def _layouts_of(names: Iterable[str], on_model: bool) -> dict[str, list[str]]:
     """The layouts of each engine in ``names``, as in ``fsdp:dp2``; none for a name alone."""
     engines: dict[str, list[str]] = {}
     for text in names:
         name, _, layout = text.partition(":")
-        if layout and not given:
+        if layout and not on_model:
             raise ConfigError(
                 f"--engine={text}: a layout is for --model-dir; write --engine={name} --layout={layout}"
             )
