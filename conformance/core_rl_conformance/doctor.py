@@ -84,8 +84,8 @@ class Diagnosis(Record):
         """The verdict for a terminal."""
         engines = [f"{label}: {judgement}" for label, judgement in self.engines.items()]
         cut = [f"model: {self.cut}"] if self.cut else []
-        first = [self.findings[0].message] if self.findings else []
-        return "\n".join([self.verdict, *engines, *cut, "", *first, "", *self.checks])
+        first = ["", self.findings[0].message] if self.findings else []
+        return "\n".join([self.verdict, *engines, *cut, *first, "", *self.checks])
 
 
 def diagnose(
