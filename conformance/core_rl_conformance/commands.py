@@ -184,6 +184,47 @@ def certify(
     raise typer.Exit(int(pytest.main([*arguments, "-p", "no:cacheprovider"])))
 
 
+def doctor(
+    engines: Annotated[
+        list[str],
+        typer.Argument(help="Train engines, each NAME or NAME:LAYOUT, such as fsdp:dp2.", metavar="ENGINE"),
+    ],
+    model: Annotated[Path, typer.Option("--model", help="The directory of a Hugging Face model.")],
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option("--dtype", help="Default: each engine's first.")
+    ] = None,
+    truncate_layers: Annotated[
+        int | None,
+        typer.Option(
+            "--truncate-layers", min=1, help="Only the first N layers, or one of each kind.", metavar="N"
+        ),
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", help="Write the verdict as JSON here; - prints it.", metavar="FILE"),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", help="Write the report of the session here.", metavar="FILE.json"),
+    ] = None,
+) -> None:
+    """Say where train engines part first on a model, and which of them is off the float64 oracle.
+
+    Exit codes: 0 nothing found, 1 a finding, 2 an engine could not be judged.
+
+    Example: core-rl doctor fsdp:dp2 megatron:tp3 --model SmolLM2-135M --truncate-layers 2
+    """
+    from core_rl_conformance.doctor import diagnose
+    from core_rl_conformance.report.files import write_text
+
+    diagnosis = diagnose(engines, model, dtype, truncate_layers, report)
+    document = diagnosis.model_dump_json(indent=2)
+    typer.echo(document if json_file == "-" else diagnosis.text)
+    if json_file not in (None, "-"):
+        write_text(Path(json_file), f"{document}\n")
+    raise typer.Exit(diagnosis.exit_code)
+
+
 def diff(
     left: Annotated[
         str, typer.Argument(help="A trainer, and the file of its settings.", metavar="NAME:FILE")

@@ -78,9 +78,9 @@ class GivenModel:
         )
 
 
-def read_given(path: Path) -> GivenModel:
+def read_given(path: Path, option: str = "--model-dir") -> GivenModel:
     """The model in ``path``; raises `ConfigError` where the oracle cannot compute it, or memory is too small."""
-    option = f"--model-dir={path}"
+    option = f"{option}={path}"
     if not (path / "config.json").is_file():
         raise ConfigError(f"{option}: no config.json there; give the directory of a Hugging Face model")
     try:

@@ -20,7 +20,9 @@ import pytest
 CHECKS_DIRECTORY = Path(__file__).parent / "checks"
 ENGINES = "core_rl_engines"
 """Destination of the parsed ``--engine`` options, a unique name."""
-HELP = "check this core-rl engine with the conformance suite; may be given several times"
+HELP = (
+    "check this core-rl engine (with --model-dir also NAME:LAYOUT) with the suite; may be given several times"
+)
 OTHERS = ("--server", "--server-command", "--trainer")
 """Options that name a target too; other projects have servers and trainers as well."""
 SUITE = "core_rl_conformance"

@@ -163,9 +163,18 @@ class Oracle:
     def gradients(
         self, sequences: Sequence[OracleSequence], loss: SequenceLoss, temperature: float = 1.0
     ) -> Gradients:
-        """Loss and gradients over all ``sequences``; parameters that the loss does not reach have zeros."""
+        """Loss and gradients over all ``sequences``; parameters that the loss does not reach have zeros.
+
+        They come in the order of the backward pass: a comparison names the first wrong one, where an error begins.
+        """
         self.model.zero_grad(set_to_none=True)
         total, weight = 0.0, 0.0
+        reached: dict[str, None] = {}
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.setdefault(name))
+            for name, parameter in parameters_of(self.model).items()
+            if parameter.requires_grad
+        ]
         for number, sequence in enumerate(sequences):
             refuse = number < REFUSING
             outputs = self.outputs(sequence, temperature, refuse=refuse)
@@ -175,7 +184,10 @@ class Oracle:
                 if part.requires_grad:
                     part.backward()
             total, weight = total + float(part.detach()), weight + counted
-        grads = all_written(gradients_of(self.model))
+        for hook in hooks:
+            hook.remove()
+        grads = gradients_of(self.model)
+        grads = all_written({name: grads[name] for name in dict.fromkeys((*reached, *grads))})
         means = {name: grad / weight for name, grad in grads.items()}
         self.model.zero_grad(set_to_none=True)
         return Gradients(loss=total / weight, weight=weight, grads=means)

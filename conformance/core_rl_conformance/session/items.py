@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
-from core_rl.errors import CoreRLError, LayoutError, RankTimeout
+from core_rl.errors import ConfigError, CoreRLError, LayoutError, RankTimeout, UnsupportedCapability
 from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check, checks_in, declared_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
@@ -199,7 +199,8 @@ class CheckItem(pytest.Item):
         except NotSupported as reason:
             self._refuse(str(reason))
         except (CoreRLError, TimeoutError) as error:
-            if isinstance(error, LayoutError) and self.case.setting == self.case.target.three_ranks:
+            added = self.case.setting == self.case.target.three_ranks and isinstance(error, LayoutError)
+            if added or (self.case.target.given and isinstance(error, ConfigError | UnsupportedCapability)):
                 self._refuse(f"refused: {error}".splitlines()[0])
             if isinstance(error, RankTimeout | LostRequests | TimeoutError):
                 expected_values.groups.hangs[self._place] += 1

@@ -146,7 +146,9 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
         if setting.suited(suited) or not suited
     ]
     not_run = _not_run(check, target, wide, suited, selection)
-    first, places = (settings[0], families[0], dtypes[0]), places_of(check, wide, suited, dtypes, selection)
+    # A user's layouts are all meant.
+    spread = replace(check, each="layout and model") if target.given else check
+    first, places = (settings[0], families[0], dtypes[0]), places_of(spread, wide, suited, dtypes, selection)
     selected = []
     for case in _at(check, target, selection, first, places, not_supported, not_run):
         second = _other(case.setting, case.family, settings, profile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import secrets
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -281,15 +281,19 @@ def _plan(config: pytest.Config) -> Plan:
     )
     try:
         checks = load_checks()
-        engines = dict.fromkeys(config.getoption("core_rl_engines"))
+        directory = config.getoption("core_rl_model_dir")
+        engines = _layouts_of(config.getoption("core_rl_engines"), bool(directory))
         targets = [load_target(name, checks) for name in engines]
         targets += [
             load_trainer(name, checks) for name in dict.fromkeys(config.getoption("core_rl_trainer") or ())
         ]
-        server, directory = _server_arguments(config), config.getoption("core_rl_model_dir")
+        server = _server_arguments(config)
         given = read_given(Path(directory)) if directory and server is None else None
         if given is not None:
-            targets = [given.judged_by(target, selection.layouts, selection.dtype) for target in targets]
+            targets = [
+                given.judged_by(target, engines.get(target.spec.name) or selection.layouts, selection.dtype)
+                for target in targets
+            ]
         targets += [] if server is None else [_load_server(server)]
         select(targets, selection, checks)
     except CoreRLError as error:
@@ -301,6 +305,19 @@ def _plan(config: pytest.Config) -> Plan:
             f"--soak: {', '.join(engines)}: no train engine; a soak draws calls of train engines"
         )
     return Plan(targets, selection, given)
+
+
+def _layouts_of(names: Iterable[str], on_model: bool) -> dict[str, list[str]]:
+    """The layouts of each engine in ``names``, as in ``fsdp:dp2``; none for a name alone."""
+    engines: dict[str, list[str]] = {}
+    for text in names:
+        name, _, layout = text.partition(":")
+        if layout and not on_model:
+            raise ConfigError(
+                f"--engine={text}: a layout is for --model-dir; write --engine={name} --layout={layout}"
+            )
+        engines.setdefault(name, []).extend([layout] if layout else [])
+    return engines
 
 
 def _load_server(arguments: ServerArguments) -> Target:

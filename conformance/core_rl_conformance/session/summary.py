@@ -139,7 +139,7 @@ class Summary:
             line = "  ".join(
                 _cell(rows, *column).ljust(size) for column, size in zip(columns, cells, strict=True)
             )
-            terminal.write_line(f"  {label.ljust(width)}  {line}  {_worst(rows)}")
+            terminal.write_line(f"  {label.ljust(width)}  {line}  {worst_line(rows)}")
         needs = needs_of(load_checks().values(), target.kind)
         for capability in certify(target.spec.capabilities, engine_results, needs):
             reason = f" ({capability.reason})" if capability.reason else ""
@@ -166,7 +166,8 @@ def _cell(rows: list[CaseRecord], layout: str, dtype: str) -> str:
     return "/".join(SYMBOLS[outcome] for outcome in outcomes)
 
 
-def _worst(rows: list[CaseRecord]) -> str:
+def worst_line(rows: list[CaseRecord]) -> str:
+    """The largest error of ``rows`` next to its limit, or the reason why there is none."""
     if (closest := worst_of(rows)) is None:
         return next((row.reason for row in rows if row.reason), "")
     worst, _ = closest

@@ -118,6 +118,10 @@ def test_help_names_all_options(pytester: pytest.Pytester) -> None:
     ("arguments", "message"),
     [
         (["--engine=referense"], "*no installed engine is called 'referense'*Did you mean 'reference'*"),
+        (
+            ["--engine=reference:dp1"],
+            "*--engine=reference:dp1: a layout is for --model-dir; write --engine=reference --layout*",
+        ),
         (["--engine=reference", "--check=I99.*"], "*--check=I99.*: no check is called so*"),
         (["--engine=reference", "--layout=dp9"], "*--layout=dp9: the profiles have dp1*"),
         (["--engine=reference", "--model=gpt5"], "*--model=gpt5*qwen3*"),

@@ -1,0 +1,210 @@
+"""``core-rl doctor``: engines on a user's model, and the first place where they part.
+
+A session of the suite with ``--model-dir`` judges them against the float64 oracle; this reads its report.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from core_rl.config.engine import DType
+from core_rl.errors import ConfigError, CoreRLError
+from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.given_model import GivenModel, read_given
+from core_rl_conformance.hints.diagnose import LOOKS_LIKE
+from core_rl_conformance.outcomes import CaseRecord, Outcome, Record
+from core_rl_conformance.report.files import read_report
+from core_rl_conformance.session.matrix import load_target
+from core_rl_conformance.session.summary import FINISHED, SYMBOLS, worst_line
+from core_rl_conformance.truncated_model import truncate_layers
+
+STAGES: Mapping[str, Sequence[str]] = {
+    "outputs": ("I7.logprobs", "I7.entropy", "I8.temperature", "I6.neighbours"),
+    "loss": (),
+    "gradients": (
+        "I1.gradients",
+        "I1.micro-batches",
+        "I2.data-parallel",
+        "I5.two-calls",
+        "I5.eval-leaves-nothing",
+        "I6.masked-nan",
+        "I6.masked-tokens",
+    ),
+    "norm": ("I4.grad-norm",),
+    "optimizer step": ("I20.adamw", "I4.clipping", "I1.train-batch", "I16.all-masked"),
+    "export": ("I10.export", "I10.import"),
+    "checkpoint": ("I11.resume",),
+    "sync": ("I12.disk", "I12.tensor"),
+}
+"""Checks by the part of a step that they judge, in order. Checks of gradients compare the loss first."""
+NOT_JUDGED = "could not be judged: "
+PLACE = re.compile(r"^ *first(?:: | at )(?P<place>.+?)(?: \[| by |: expected)", re.MULTILINE)
+HINT = re.compile(rf"^ *{LOOKS_LIKE}.+$", re.MULTILINE)
+
+
+class Finding(Record):
+    """A failed check of one engine."""
+
+    stage: str
+    engine: str
+    check: str
+    place: str
+    """The first parameter, token or step that is off, or else the message's first line."""
+    size: str
+    """Of the difference from the oracle, and of the allowed one; empty for an error."""
+    hint: str
+    message: str
+
+
+class Diagnosis(Record):
+    """The results of a session about engines, each as NAME:LAYOUT."""
+
+    verdict: str
+    """The first line."""
+    exit_code: int
+    """0 nothing found, 1 a finding, 2 an engine that could not be judged."""
+    engines: Mapping[str, str]
+    """The judgement on each."""
+    findings: tuple[Finding, ...]
+    """The first stage comes first."""
+    checks: tuple[str, ...]
+    """One line for each check and engine."""
+    cut: str
+    """Layers that ``--truncate-layers`` has left out."""
+
+    @property
+    def text(self) -> str:
+        """The verdict for a terminal."""
+        engines = [f"{label}: {judgement}" for label, judgement in self.engines.items()]
+        cut = [f"model: {self.cut}"] if self.cut else []
+        first = ["", self.findings[0].message] if self.findings else []
+        return "\n".join([self.verdict, *engines, *cut, *first, "", *self.checks])
+
+
+def diagnose(
+    engines: Sequence[str], path: Path, dtype: DType | None, truncated: int | None, report: Path | None
+) -> Diagnosis:
+    """Judge ``engines``, each NAME or NAME:LAYOUT, on the model in ``path``; the ``report`` of the session stays.
+
+    Raises `ConfigError` for a model that nothing can be computed with, and for a session without an end.
+    """
+    with TemporaryDirectory(prefix="core-rl-doctor-") as temporary:
+        cut = ""
+        if truncated is not None:
+            cut = truncate_layers(path, truncated, Path(temporary))
+            path = Path(temporary)
+        model = read_given(path, "--model")
+        labels = {engine: _label_or_refusal(engine, model, dtype) for engine in engines}
+        accepted = dict.fromkeys(label for label in labels.values() if isinstance(label, str))
+        file = report or Path(temporary) / "report.json"
+        results = _results(accepted, path, dtype, file) if accepted else ()
+    refused = {engine: str(error) for engine, error in labels.items() if isinstance(error, CoreRLError)}
+    return diagnosis_of(accepted, refused, results, cut)
+
+
+def _label_or_refusal(engine: str, model: GivenModel, dtype: DType | None) -> str | CoreRLError:
+    """``engine`` with its layout, by default the first of its profile."""
+    name, _, layout = engine.partition(":")
+    try:
+        target = model.judged_by(load_target(name, load_checks()), [layout] if layout else None, dtype)
+    except CoreRLError as error:
+        return error
+    return f"{name}:{target.profile.layouts[0]}"
+
+
+def _results(labels: Iterable[str], path: Path, dtype: DType | None, file: Path) -> tuple[CaseRecord, ...]:
+    """The results of a session, which shows its progress on the standard error."""
+    options = [f"--engine={label}" for label in labels]
+    options += [f"--check={check}" for check in _checks()]
+    options += [f"--dtype={dtype}"] if dtype else []
+    options += [f"--model-dir={path}", f"--report={file}", "--pyargs", "core_rl_conformance"]
+    with redirect_stdout(sys.stderr):
+        code = pytest.main([*options, "-p", "no:cacheprovider"])
+    if code not in FINISHED:
+        raise ConfigError(f"the session ended early, with pytest's exit code {int(code)}; see its text above")
+    return read_report(file).results
+
+
+def diagnosis_of(
+    labels: Iterable[str], refused: Mapping[str, str], results: Sequence[CaseRecord], cut: str
+) -> Diagnosis:
+    """The diagnosis from ``results``; some engines were ``refused`` before, with the reason."""
+    cases: dict[str, list[CaseRecord]] = {label: [] for label in labels}
+    for case in results:
+        cases[_label(case)].append(case)
+    stages, order = list(STAGES), _checks()
+    findings = [_finding(case) for case in results if case.outcome is Outcome.FAILED]
+    findings.sort(key=lambda finding: (stages.index(finding.stage), order.index(finding.check)))
+    judgements = {label: _judgement(label, cases[label], findings) for label in cases}
+    judgements |= {engine: f"{NOT_JUDGED}{reason.splitlines()[0]}" for engine, reason in refused.items()}
+    judged = [label for label, sentence in judgements.items() if not sentence.startswith(NOT_JUDGED)]
+    return Diagnosis(
+        verdict=_verdict(judged, findings),
+        exit_code=1 if findings else 2 if len(judged) < len(judgements) else 0,
+        engines=judgements,
+        findings=tuple(findings),
+        checks=tuple(_lines([case for case in results if _label(case) in judged])),
+        cut=cut,
+    )
+
+
+def _checks() -> list[str]:
+    return [check for checks in STAGES.values() for check in checks]
+
+
+def _label(case: CaseRecord) -> str:
+    return f"{case.engine}:{case.layout}"
+
+
+def _finding(case: CaseRecord) -> Finding:
+    place, hint = PLACE.search(case.message), HINT.search(case.message)
+    worst = case.worst if case.worst and case.worst.ratio > 1 else None
+    stage = next(stage for stage, checks in STAGES.items() if case.check in checks)
+    of_loss = stage == "gradients" and worst is not None and worst.what.startswith("the loss")
+    return Finding(
+        stage="loss" if of_loss else stage,
+        engine=_label(case),
+        check=case.check,
+        place=place["place"] if place else "".join(case.message.splitlines()[1:2]).strip(),
+        size=f"{worst.what} by {worst.error:.1e} (allowed {worst.limit:.1e})" if worst else "",
+        hint=hint[0].strip() if hint else "",
+        message=case.message,
+    )
+
+
+def _verdict(judged: Sequence[str], findings: Sequence[Finding]) -> str:
+    if not judged:
+        return "no engine could be judged"
+    if not findings:
+        return f"no difference beyond rounding: {', '.join(judged)}"
+    first = findings[0]
+    alike = {other.engine for other in findings if (other.check, other.place) == (first.check, first.place)}
+    subject = "they part" if alike < set(judged) else f"{', '.join(judged)}: off the oracle"
+    return f"{subject} first at {first.stage}: {first.place}"
+
+
+def _judgement(label: str, cases: Sequence[CaseRecord], findings: Iterable[Finding]) -> str:
+    executed = sum(case.outcome.executed for case in cases)
+    if not executed:
+        return f"{NOT_JUDGED}{next((case.reason for case in cases), 'no check ran')}"
+    wrong = [finding for finding in findings if finding.engine == label]
+    if not wrong:
+        return f"within rounding of the oracle in {executed} checks"
+    first = wrong[0]
+    count = f"off the oracle in {len(wrong)} of {executed} checks, first {first.check}"
+    return "; ".join(filter(None, (count, first.size, first.hint)))
+
+
+def _lines(cases: Sequence[CaseRecord]) -> Iterator[str]:
+    order = _checks()
+    places = [f"{case.check.ljust(max(map(len, order)))}  {_label(case)}" for case in cases]
+    width = max(map(len, places), default=0)
+    for place, case in sorted(zip(places, cases, strict=True), key=lambda pair: order.index(pair[1].check)):
+        yield f"{place.ljust(width)}  {SYMBOLS[case.outcome].ljust(7)}  {worst_line([case])}"

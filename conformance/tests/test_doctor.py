@@ -1,0 +1,204 @@
+"""``core-rl doctor`` names the engine that is off, and where it begins; models are cut to their first layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from mutants.tensor_parallel import HeadNormsNotReduced
+from mutants.zoo import RECORD
+from toy_tp import SPEC
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from core_rl.errors import ConfigError
+from core_rl.launch.process import start_fork_server
+from core_rl.registry.engines import register_engine
+from core_rl_conformance import doctor
+from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.commands import doctor as command
+from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
+from core_rl_conformance.truncated_model import truncate_layers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 96,
+}
+QWEN3 = Qwen3Config(num_hidden_layers=3, **SIZES)
+EXPERTS: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MUTANT = "head-norms-not-reduced:tp2"
+SLIDING = "sliding_attention"
+FEW = {
+    "outputs": ("I7.logprobs", "I6.neighbours"),
+    "loss": (),
+    "gradients": ("I1.gradients",),
+    "norm": ("I4.grad-norm",),
+}
+
+
+def saved(config: PretrainedConfig, path: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A right engine with tensor parallelism and a wrong one, and few checks."""
+    monkeypatch.setattr(doctor, "STAGES", FEW)
+    start_fork_server()
+    registrations = [register_engine(spec) for spec in (SPEC, vars(HeadNormsNotReduced)[RECORD].spec)]
+    yield
+    for registration in registrations:
+        registration.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "lines"),
+    [
+        (
+            ["toy-tp:tp2", "toy-tp:tp2sp", "reference"],
+            0,
+            [
+                "no difference beyond rounding: toy-tp:tp2, toy-tp:tp2sp, reference:dp1",
+                "toy-tp:tp2sp: within rounding of the oracle in 4 checks",
+            ],
+        ),
+        (
+            ["reference", MUTANT],
+            1,
+            [
+                "they part first at gradients: model.layers.1.self_attn.k_norm.weight",
+                "reference:dp1: within rounding of the oracle in 4 checks",
+                f"{MUTANT}: off the oracle in 2 of 4 checks, first I1.gradients; gradients of ",
+                "model: layers 2 to 2 of 3 are cut",
+            ],
+        ),
+        (
+            ["reference", "toy-tp:tp3", "reference:tp2", "nobody"],
+            2,
+            [
+                "no difference beyond rounding: reference:dp1",
+                "toy-tp:tp3: could not be judged: refused: tp=3 must divide the attention and key/value heads",
+                "reference:tp2: could not be judged: 'reference': layout tp2 needs tensor_parallel",
+                "nobody: could not be judged: no installed engine is called 'nobody'",
+            ],
+        ),
+    ],
+)
+def test_doctor_names_the_engine_and_place(
+    engines: None, tmp_path: Path, names: list[str], code: int, lines: list[str]
+) -> None:
+    app, path = typer.Typer(), saved(QWEN3, tmp_path / "model")
+    app.command()(command)
+    options = ["--truncate-layers=2"] if code == 1 else []
+    result = CliRunner().invoke(
+        app, [*names, "--model", str(path), *options, "--json", str(tmp_path / "v.json")]
+    )
+    assert result.exit_code == code, result.output
+    printed = result.stdout.splitlines()
+    assert [line for line in lines if not any(one.startswith(line) for one in printed)] == []
+    assert printed[0] == lines[0] == json.loads((tmp_path / "v.json").read_text())["verdict"]
+
+
+def record(engine: str, check: str, what: str, message: str) -> CaseRecord:
+    return CaseRecord(
+        check=check,
+        engine=engine,
+        layout="dp1",
+        model="llama",
+        dtype="float32",
+        seed=0,
+        outcome=Outcome.FAILED if message else Outcome.PASSED,
+        seconds=1.0,
+        capabilities=(),
+        measurements=(MeasurementRecord(what=what, error=1.0 if message else 0.0, limit=0.1),),
+        message=f"{check}: engine\n  {message}" if message else "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("check", "what", "message", "verdict"),
+    [
+        (
+            "I7.logprobs",
+            "logprobs",
+            "logprobs differs by 1\n  first at sequence 2, token 3 of 9: expected 1, got 2",
+            "outputs: sequence 2, token 3 of 9",
+        ),
+        (
+            "I1.gradients",
+            "the loss of TokenMeanLoss",
+            "the loss is 2; expected 1",
+            "loss: the loss is 2; expected 1",
+        ),
+        ("I11.resume", "", "RankDied: rank 1", "checkpoint: RankDied: rank 1"),
+    ],
+)
+def test_verdict_names_stage_and_place(check: str, what: str, message: str, verdict: str) -> None:
+    later = record("a", "I12.disk", "", "other")
+    wrong, right = record("a", check, what, message), record("b", check, what, "")
+    parted = doctor.diagnosis_of(["a:dp1", "b:dp1"], {}, [later, wrong, right], "")
+    assert parted.verdict == f"they part first at {verdict}"
+    alike = doctor.diagnosis_of(["a:dp1", "b:dp1"], {}, [wrong, record("b", check, what, message)], "")
+    assert alike.verdict == f"a:dp1, b:dp1: off the oracle first at {verdict}"
+
+
+def test_stages_hold_checks_of_any_model() -> None:
+    expected = {
+        name
+        for name, check in load_checks().items()
+        if check.any_model and check.kind == "train" and "adapter" not in name
+    }
+    assert sorted(expected) == sorted(name for checks in doctor.STAGES.values() for name in checks)
+
+
+@pytest.mark.parametrize(
+    ("config", "count", "size"),
+    [
+        (Qwen3Config(num_hidden_layers=4, **SIZES), 2, 2),
+        (
+            Gemma3TextConfig(
+                layer_types=[SLIDING, SLIDING, "full_attention", SLIDING], num_hidden_layers=4, **SIZES
+            ),
+            1,
+            3,
+        ),
+        (Qwen3MoeConfig(num_hidden_layers=4, mlp_only_layers=[0], **EXPERTS, **SIZES), 1, 2),
+    ],
+)
+def test_truncated_model_has_first_layers(
+    tmp_path: Path, config: PretrainedConfig, count: int, size: int
+) -> None:
+    source = saved(config, tmp_path / "whole")
+    (source / "tokenizer.json").write_text("{}")
+    cut = truncate_layers(source, count, tmp_path)
+    assert cut.startswith(f"layers {size} to 3 of 4 are cut")
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    whole = AutoModelForCausalLM.from_pretrained(source).eval()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(20)[None]
+    states = []
+    whole.model.layers[size - 1].register_forward_hook(lambda *call: states.append(call[2]))
+    whole(ids)
+    expected = whole.lm_head(whole.model.norm(states[0]))
+    torch.testing.assert_close(model.eval()(ids).logits, expected)
+
+
+def test_nothing_to_cut_is_refused(tmp_path: Path) -> None:
+    source = saved(QWEN3, tmp_path / "whole")
+    with pytest.raises(ConfigError, match="--truncate-layers=3: nothing can be cut .* it has 3 layers"):
+        truncate_layers(source, 3, tmp_path)
+    (source / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="--truncate-layers=1: the model in .* cannot be read: "):
+        truncate_layers(source, 1, tmp_path)
