@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import gc
+import io
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any
@@ -145,6 +146,9 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; an error of core-rl becomes one message on stderr and an exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # of a terminal that may not have all letters of the data
+            stream.reconfigure(errors="backslashreplace")
     app = build_app(plugins=not arguments or arguments[0] not in BUILT_IN)
     try:
         app(arguments, prog_name="core-rl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,13 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("--version") == 0
     assert capsys.readouterr().out == f"core-rl {__version__}\n"
+
+
+def test_letters_that_a_terminal_lacks_are_escaped() -> None:
+    code = "from core_rl.cli import main\ntry: main(['--version'])\nfinally: print('\u27e6')"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
+    assert output.split()[-1] == "\\u27e6"
 
 
 @pytest.mark.parametrize(
