@@ -131,7 +131,11 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
         ("data.json", b'["a"]', "data.json: example 1 is a str; it must be an object"),
         ("data.jsonl", b"\n\n", "data.jsonl has no prompts; write one with a 'prompt' on each line"),
         ("data.jsonl", b'\n{"prompt": "1="}\n\n["1="]', "data.jsonl: line 4 is a list"),
-        ("data.jsonl", b'{"prompt": "1="}\n{"prompt": "\xff"}', "data.jsonl: line 2 is not UTF-8"),
+        (
+            "data.jsonl",
+            b'{"prompt": "1="}\n{"prompt": "\xff"}',
+            r"data.jsonl: line 2 is not UTF-8: .*; save it as UTF-8",
+        ),
         ("data.jsonl", b"{\n" * 14, r"(?s)data.jsonl: 14 problems:.*line 1 .*line 10 .*- and 4 more$"),
         ("data.jsonl", b'{"question": "1="}\n', "Its columns|data.columns.prompt=question"),
         ("data.jsonl", '{"prompt": "1="}'.encode("utf-16"), "is UTF-16 or UTF-32; save it as UTF-8"),
@@ -162,7 +166,11 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
             "line 3 has 2 cells for 1 columns: '3' comes after the column 'prompt'",
         ),
         ("data.csv", b"prompt,answer\n1,2\n\xef\xbb\xbfprompt,answer\n1,2\n", "line 3 repeats the header"),
-        ("data.csv", b"prompt\n1\n\xe9\n", "line 3 is not UTF-8: at character 1"),
+        (
+            "data.csv",
+            b"prompt\n1\n\xe9\n",
+            "line 3 is not UTF-8: at character 1 of '\ufffd'; save it as UTF-8",
+        ),
         ("data.csv", b'prompt,answer\n1,2\n"",3\n', "data.csv: line 3 needs a text 'prompt'; it has ''"),
     ],
 )

@@ -177,6 +177,21 @@ def test_a_damaged_table_is_named(tmp_path: Path, name: str, content: bytes, mes
         read(tmp_path / name)
 
 
+def test_columns_that_datasets_lacks_are_named(tmp_path: Path) -> None:
+    column = pa.array([[("k", "v")]], pa.map_(pa.string(), pa.string()))
+    pq.write_table(pa.table({"meta": column}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"map<.*'meta'.*; write that column as JSON text"):
+        read(tmp_path / "a.parquet")
+
+
+def test_brackets_in_paths_are_read_or_named(tmp_path: Path) -> None:
+    (tmp_path / "[v2]").mkdir()
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "[v2]/a.parquet")
+    assert rows(read(tmp_path / "[v2]/a.parquet")) == ROWS
+    with pytest.raises(ConfigError, match="rename it: .*brackets"):
+        read(tmp_path / "[v2]")
+
+
 def test_a_downloaded_dataset_of_the_hub(own_cache: Path) -> None:
     downloaded(own_cache)
     assert rows(read("acme/sums", "train", config="main")) == ROWS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -116,7 +117,7 @@ def read_table_file(path: Path, builder: str) -> Examples:
     if not path.stat().st_size:
         raise ConfigError(f"{path} is empty; write examples into it")
     try:
-        table = datasets.load_dataset(builder, data_files=str(path), split="train")
+        table = datasets.load_dataset(builder, data_files=glob.escape(str(path)), split="train")
     except (
         datasets.exceptions.DatasetsError,
         datasets.builder.DatasetGenerationError,
@@ -126,7 +127,8 @@ def read_table_file(path: Path, builder: str) -> Examples:
         reason = str(error.__cause__ or error).partition("\n")[0]
         if "corresponds to no data" in reason:
             raise ConfigError(f"{path} has no rows; write examples into it") from error
-        raise ConfigError(f"{path} cannot be read as {builder}: {reason}; check what wrote it") from error
+        fix = "write that column as JSON text" if "datasets dtype" in reason else "check what wrote it"
+        raise ConfigError(f"{path} cannot be read as {builder}: {reason}; {fix}") from error
     return _rows(str(path), table)
 
 
@@ -144,8 +146,9 @@ def read_directory(path: Path, config: str | None, split: str | None, default_sp
         table = datasets.load_from_disk(str(path)) if saved else _load_tables(datasets, str(path), config)
     except (OSError, ValueError, datasets.builder.DatasetGenerationError) as error:
         reason = str(error).partition("\n")[0]
+        fix = "rename it: 'datasets' takes brackets as a pattern" if "[" in str(path) else "name another one"
         raise ConfigError(
-            f"{path} holds no dataset of datasets.save_to_disk, and no files of a dataset: {reason}; name another one"
+            f"{path} holds no dataset of datasets.save_to_disk, and no files of a dataset: {reason}; {fix}"
         ) from error
     return _rows(str(path), _select_split(str(path), table, split, default_split))
 

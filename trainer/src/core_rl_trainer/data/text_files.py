@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, str] = {".zst": "zstd -d", ".zip": "unzip", ".lz4": "lz4 
 MARK = b"\xef\xbb\xbf"
 """The byte-order mark that some editors put in front of UTF-8."""
 WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff")
+UTF8_FIX = "save it as UTF-8 (in Excel as 'CSV UTF-8')"
 
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -61,7 +62,7 @@ def _content(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     if content.startswith(WIDE_MARKS):
-        raise ConfigError(f"{path}: is UTF-16 or UTF-32; save it as UTF-8")
+        raise ConfigError(f"{path}: is UTF-16 or UTF-32; {UTF8_FIX}")
     return content.removeprefix(MARK)
 
 
@@ -107,7 +108,7 @@ def _parsed_list(path: Path, content: bytes) -> list[Any]:
         values: list[Any] = parse_json(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise BatchError(f"{path}: line {line} is not UTF-8: {error.reason}") from error
+        raise BatchError(f"{path}: line {line} is not UTF-8: {error.reason}; {UTF8_FIX}") from error
     except BatchError as error:
         raise BatchError(f"{path} {error}") from error
     return values
@@ -117,7 +118,7 @@ def _parse_line(line: bytes) -> Example:
     try:
         return _checked(parse_json(line.rstrip(b"\r\n").decode("utf-8")))
     except UnicodeDecodeError as error:
-        raise BatchError(f"is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise BatchError(f"is not UTF-8: {error.reason} at byte {error.start}; {UTF8_FIX}") from error
 
 
 def _checked(example: Any) -> Example:
@@ -161,7 +162,10 @@ def _parse_cells(cells: list[str], separator: str, columns: list[str]) -> Exampl
         try:
             cell.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise BatchError(f"is not UTF-8: at character {error.start + 1} of {cell[:20]!r}") from error
+            shown = cell[:20].encode(errors="surrogateescape").decode(errors="replace")
+            raise BatchError(
+                f"is not UTF-8: at character {error.start + 1} of {shown!r}; {UTF8_FIX}"
+            ) from error
     if [cell.removeprefix("\ufeff") for cell in cells] == columns:
         raise BatchError(
             "repeats the header, as in files that were joined; remove it, or name each file as a source"

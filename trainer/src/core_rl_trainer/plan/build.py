@@ -259,7 +259,8 @@ def check_adapter(model: ModelConfig) -> None:
         modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in files.names()})
         required = (
             f"its tensors are for {modules}, and model.lora.target_modules is {model.lora.target_modules!r} in all "
-            "layers, without the exclude_modules of peft"
+            "layers, without the exclude_modules of peft; set the first, or merge it (peft's merge_and_unload) into "
+            "model.path"
         )
         check_source(files, shapes, required)
         damaged = [name for name in files.names() if not files.read(name).isfinite().all()]

@@ -50,6 +50,7 @@ HERE = "{here}"
 
 RELATIVE = "it is relative to the working directory; see the head of the recipe for what prepares it"
 """The hint for a path that does not exist."""
+PATTERN = "patterns are not read: name the directory of the files, or a list of them"
 STEP_EXAMPLES = "data.batch_size, or rollout.prompts_per_step: examples of a step on all ranks together"
 NAMES_ELSEWHERE = {
     "optimizer.lr": "learning_rate",
@@ -288,7 +289,8 @@ def load_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
     except ValueError as error:
         raise ConfigError(f"{path}: field 'output_dir' = {directory!r}: {error}") from error
     missing = [
-        f"field 'data.{name}' = {source.path!r}: there is no such file; {RELATIVE}"
+        f"field 'data.{name}' = {source.path!r}: there is no such file; "
+        + (PATTERN if "*" in source.path else RELATIVE)
         for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval or ()))
         for source in sources
         if is_missing(source)
