@@ -66,6 +66,7 @@ def test_written_numbers_match_their_value_only(sign: str, number: int, mark: st
         ("none", 0, 0),
         ("7", ["8", "7"], 1),
         ("7", {"target": ["8", "7"]}, 1),
+        ("7", '["8", "7"]', 1),
         ("7", {"target": np.array([8, 7])}, 1),
         ("7", np.int64(7), 1),
         ("18.9", "\\$18.90", 1),
@@ -98,6 +99,12 @@ def test_texts_of_equal_look_match(text: str, invisible: str) -> None:
     forms = [unicodedata.normalize(form, gold) for form in ("NFC", "NFD")]
     assert all(text_match(left, {"answer": right}) == 1 for left in forms for right in forms)
     assert text_match(f"{gold}b", {"answer": gold}) == 0
+
+
+@pytest.mark.parametrize("completion", ["7", "8", '["8", "7"]'])
+def test_lists_in_texts_are_alternatives(completion: str) -> None:
+    assert text_match(completion, {"answer": '["8", "7"]'}) == 1
+    assert text_match(completion, {"answer": '["9", "6"'}) == 0
 
 
 @pytest.mark.parametrize("reward", [integer_match, text_match])

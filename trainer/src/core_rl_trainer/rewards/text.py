@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from core_rl.errors import RolloutError
+from core_rl.errors import BatchError, RolloutError
 from core_rl_trainer.data.examples import answer_text
-from core_rl_trainer.data.plain import shown
+from core_rl_trainer.data.plain import parse_json, shown
 from core_rl_trainer.data.tokenizers import all_end_tokens
 from core_rl_trainer.rewards.calls import name_of
 from core_rl_trainer.rewards.functions import load_callable
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 _Reward = TypeVar("_Reward", bound=Callable[..., Any])
 _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
 """Characters of no width, such as byte-order marks."""
+TEXTS = re.compile(r'\s*\[\s*"')
+"""The beginning of a list of texts in JSON."""
 
 
 class TextRewardFn(Protocol):
@@ -64,9 +68,15 @@ def checks_answers(check: AnswerCheck) -> Callable[[_Reward], _Reward]:
 
 
 def alternatives(answer: Any) -> list[Any]:
-    """The answers of which one is expected: a list, also as verl's ``{"target": [...]}``, or a single one."""
+    """The answers of which one is expected: a list, also as verl's ``{"target": [...]}``, or a single one.
+
+    A text may be a list of texts in JSON, as in tables.
+    """
     if isinstance(answer, Mapping) and set(answer) == {"target"}:
         answer = answer["target"]
+    if isinstance(answer, str) and TEXTS.match(answer):
+        with suppress(BatchError):
+            answer = parse_json(answer)
     answer = answer.tolist() if hasattr(answer, "tolist") else answer
     return list(answer) if isinstance(answer, list | tuple | set) else [answer]
 
@@ -107,8 +117,8 @@ def text_match(completion: str, sample: Mapping[str, Any]) -> float:
 
     White space around it, characters of no width, and how a letter is composed (NFC, NFD) do not count.
     """
-    answers = map(_text, alternatives(expected_answer(sample, text_match)))
-    return float(_comparable(completion) in answers)
+    answer = expected_answer(sample, text_match)
+    return float(_comparable(completion) in map(_text, [answer, *alternatives(answer)]))
 
 
 @checks_answers(lambda answer: answer_problem(answer, _number, "a number alone"))
