@@ -20,8 +20,22 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "instruction", "problem", "input"),
     "answer": ("solution", "response", "output", "completion", "ground_truth", "target", "label"),
     "messages": ("conversation", "conversations", "dialog", "chat", "turns"),
-    "chosen": ("preferred", "accepted", "chosen_response", "response_chosen", "response_j"),
-    "rejected": ("dispreferred", "rejected_response", "rejected_messages", "response_rejected", "response_k"),
+    "chosen": (
+        "preferred",
+        "preferred_output",
+        "accepted",
+        "chosen_response",
+        "response_chosen",
+        "response_j",
+    ),
+    "rejected": (
+        "dispreferred",
+        "non_preferred_output",
+        "rejected_response",
+        "rejected_messages",
+        "response_rejected",
+        "response_k",
+    ),
     "system": ("system_prompt", "system_message"),
 }
 """Columns that other data sets have for a field."""
@@ -207,8 +221,10 @@ def check_fields(
 
 
 def _similar(name: str, columns: Example) -> str | None:
-    """The column that other data sets have for the field ``name``."""
-    return next((synonym for synonym in SYNONYMS.get(name, ()) if not _lacks(columns, synonym)), None)
+    """The column that other data sets have for the field ``name``; the messages in it, where it has any."""
+    column = next((synonym for synonym in SYNONYMS.get(name, ()) if not _lacks(columns, synonym)), None)
+    inner = columns.get(column or "")
+    return f"{column}.messages" if isinstance(inner, Mapping) and "messages" in inner else column
 
 
 def _is_chat(value: object) -> bool:
