@@ -310,6 +310,13 @@ def test_rows_of_other_tools_are_trained(
     assert not result.warning
 
 
+@pytest.mark.parametrize("spelled", ["", END, f"{END}\n", f"{END}{END} {END}\n"])
+def test_ends_in_messages_are_trained_once(tmp_path: Path, spelled: str) -> None:
+    chat = [U1, turn("assistant", f"A{spelled}"), U1, turn("assistant", f"A{END}B{spelled}")]
+    result = outcome(tmp_path / "a.jsonl", [{"messages": chat}], DEMONSTRATIONS)
+    assert result.trained == [f"A{END}A{END}B{END}"]
+
+
 @pytest.mark.parametrize(
     ("messages", "names"),
     [
@@ -381,6 +388,11 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
     (PREFERENCES, {"question": "Q", "chosen": "A", "rejected": "B"}, "data.columns.prompt=question"),
     (PREFERENCES, {"prompt": "P", "chosen": ["A", "C"], "rejected": ["B"]}, "needs a text 'chosen'; it has"),
     (PREFERENCES, {"conversation": [U1], **PAIR}, "data.columns.prompt=conversation"),
+    (
+        PREFERENCES,
+        {"input": {"messages": [U1]}, "preferred_output": [A1], "non_preferred_output": [A2]},
+        r"prompt=input\.messages data\.columns\.chosen=preferred_output data\.columns\.rejected=non_preferred_output",
+    ),
     (PREFERENCES, {"prompt": "P", "chosen": "A", "rejected": "B", "margin": 1.5}, "'margin' .1.5.: no loss"),
     (PREFERENCES, {"prompt": "P", **PAIR, "rejected_images": ["r.png"]}, "'rejected_images' .*both sides"),
     (

@@ -325,8 +325,11 @@ def _ended(chat_format: ChatFormat, turn: list[int], text: str) -> tuple[list[in
     end = _end_in(chat_format, turn, text)
     if not end:
         return [*turn, end_of(chat_format.tokenizer)], len(turn) + 1
-    while turn[end - 2 : end - 1] == turn[end - 1 : end]:  # the text spells the end out as well
-        end -= 1
+    while turn[end - 1] in turn[: end - 1]:  # the text may spell the end out as well, with blanks behind it
+        earlier = end - 1 - turn[end - 2 :: -1].index(turn[end - 1])
+        if squeezed(str(chat_format.tokenizer.decode(turn[earlier : end - 1]))):
+            break
+        end = earlier
     return turn, end
 
 
