@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
@@ -39,14 +40,31 @@ def cause_of(error: Exception) -> str:
 
 def cause_in(model: ModelConfig, error: Exception) -> str:
     """The same, with fields of the config of ``model``, as written: names that ``error`` quotes, numbers in quotes."""
-    fields: Mapping[str, Any] = model.config or {}
-    if model.path is not None:
-        with suppress(*BUILD_ERRORS):  # the error tells of a file without fields
-            fields, _ = PretrainedConfig.get_config_dict(model.path, local_files_only=True)
+    fields = _written_fields(model)
     quoted = re.findall(r"['`](\w+)['`]", str(error))
     texts = ((path, value) for path, _, value in leaves(fields) if isinstance(value, str))
     suspects = [f"{path} = {value!r}" for path, value in texts if value in quoted or NUMBER.fullmatch(value)]
     return f"{cause_of(error)} ({', '.join(suspects)})" if suspects else cause_of(error)
+
+
+def _written_fields(model: ModelConfig) -> Mapping[str, Any]:
+    """The config of ``model`` as written; empty for a file that cannot be read."""
+    if model.path is None:
+        return model.config or {}
+    with suppress(*BUILD_ERRORS):
+        fields: Mapping[str, Any] = PretrainedConfig.get_config_dict(model.path, local_files_only=True)[0]
+        return fields
+    return {}
+
+
+def _refuse_own_code(fields: Mapping[str, Any], file: Path) -> None:
+    """Raise `ConfigError` for an architecture that is code beside the weights, which transformers would replace."""
+    names = fields.get("architectures") if fields.get("auto_map") else None
+    if lacking := [name for name in names or () if not hasattr(transformers, name)]:
+        raise ConfigError(
+            f"{file}: architectures = {lacking[0]!r} is code of the model's own (auto_map), which is not run; take a "
+            "model that transformers has, or name its class there where it computes the same"
+        )
 
 
 def read_config(model: ModelConfig) -> PretrainedConfig:
@@ -57,12 +75,13 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     file = None if model.path is None else Path(model.path, "config.json")
     if file is not None:
         require_config(file.parent, f"model.path = {model.path!r}")
+        _refuse_own_code(_written_fields(model), file)
     config: PretrainedConfig
     try:
         if file is None:
             config = AutoConfig.for_model(**(model.config or {}))
         else:
-            config = AutoConfig.from_pretrained(file.parent, local_files_only=True)
+            config = AutoConfig.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)
     except BUILD_ERRORS as error:
         raise ConfigError(
             f"transformers refuses the model config {file or model.config}: {cause_in(model, error)}; correct it"

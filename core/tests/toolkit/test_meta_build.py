@@ -234,6 +234,7 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
         build_on_meta(ModelConfig(path=str(tmp_path)), seed=0, attn_implementation="eager")
 
 
+OWN_CODE = {"architectures": ["MyModel"], "auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}}
 ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 
 
@@ -255,6 +256,8 @@ ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
         ({"dtype": "float99"}, "dtype = 'float99'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
         ({"model_type": "unknown"}, "model_type = 'unknown'"),
+        (OWN_CODE, "architectures = 'MyModel' is code of the model's own"),
+        (OWN_CODE | {"model_type": "mine"}, "architectures = 'MyModel' is code of the model's own"),
         ({"is_causal": False}, "is an encoder"),
         ({"is_encoder_decoder": True}, "is an encoder"),
     ],
@@ -264,7 +267,7 @@ def test_wrong_config_values_raise_config_error(fields: dict[str, Any], part: st
     file = written("llama", tmp_path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     with pytest.raises(
-        ConfigError, match=r"cannot be built|refuses the model config|is an encoder"
+        ConfigError, match=r"cannot be built|refuses the model config|is an encoder|\(auto_map\)"
     ) as raised:
         model_on_meta(ModelConfig(path=str(tmp_path)))
     assert len(str(raised.value).splitlines()) == 1
