@@ -560,6 +560,11 @@ def test_runs_of_placeholders_are_counted(model: Path, image: Path) -> None:
         ({"prompt": "<image>?", "images": [7]}, PROMPTS, "image 1 in 'images' that is 7; write a path"),
         ({"prompt": "<image><|image_pad|>?", "images": ["red.png"]}, PROMPTS, "spells the placeholder"),
         ({"prompt": "<img>?", "image": "red.png"}, PROMPTS, "1 images and 0 places"),
+        (
+            {"prompt": "<img>red.png</img>\n?"},
+            PROMPTS,
+            "path 'red.png' .* write '<image>' there, and the path in",
+        ),
         ({"prompt": "<image>", "image": "red.png", "images": ["red.png"]}, PROMPTS, "'images' and 'image'"),
         ({"prompt": "?", "answer": "<image>"}, DEMONSTRATIONS, "a text that the model writes"),
         ({"text": "<image>", "image": "red.png"}, DEMONSTRATIONS, "a text that the model writes"),

@@ -522,10 +522,16 @@ def test_rewards_get_any_column(tmp_path: Path, name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("kind", [DEMONSTRATIONS, PROMPTS])
 def test_places_without_image_are_named_once(tmp_path: Path, kind: ExampleKind) -> None:
-    row = {"prompt": "<image> and <video>", "answer": "A", "images": 3 if kind is PROMPTS else None}
+    row = {
+        "prompt": "<image> and <video> and <img>a.png</img>",
+        "answer": "A",
+        "images": 3 if kind is PROMPTS else None,
+    }
     row = {name: value for name, value in row.items() if value is not None}
     if kind is DEMONSTRATIONS:
-        assert outcome(tmp_path / "a.jsonl", [row] * 2, kind).warning.endswith("image: <image>, <video>")
+        assert outcome(tmp_path / "a.jsonl", [row] * 2, kind).warning.endswith(
+            "image: <image>, <video>, <img>"
+        )
     else:
         with pytest.raises(BatchError, match="trained on text alone"):
             outcome(tmp_path / "a.jsonl", [row] * 2, kind)

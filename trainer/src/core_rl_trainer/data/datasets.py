@@ -22,7 +22,7 @@ from core_rl_trainer.data.kinds import ExampleKind, Sample, Size, images_of
 
 logger = logging.getLogger(__name__)
 
-PLACES = re.compile(r"<(?:image|video|audio)>")
+PLACES = re.compile(r"<(?:image|video|audio)>|<img>(?=[^<>\n]+</img>)")
 """Places of files, which other systems read."""
 SHOWN = 10
 """Unusable examples that an error lists."""

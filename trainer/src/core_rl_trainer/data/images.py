@@ -31,7 +31,7 @@ from core_rl_trainer.data.image_fields import (
 )
 from core_rl_trainer.data.image_files import ImageName, read_image
 from core_rl_trainer.data.kinds import IMAGES, ExampleKind, Sample, images_of
-from core_rl_trainer.data.plain import MEDIA
+from core_rl_trainer.data.plain import MEDIA, shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 ANY_PLACE = re.compile(r"<\|?(image|img|picture)[^<>]{0,12}>", re.IGNORECASE)
 """Places of images, also as other systems write them."""
+TAGGED = re.compile(r"<img>([^<>\n]+)</img>")
+"""The path of an image in a text, as of Qwen-VL."""
 SIZES = {
     "patch_size": "patch_size",
     "merge_size": "spatial_merge_size",
@@ -181,6 +183,11 @@ class ImageEncoder:
         places = _Places(self.marker, images)
         changed = {name: places.marked(value) for name, value in fields.items()}
         texts = "\n".join(all_texts([*changed.values(), *(example.get(name) for name in completions)]))
+        if tagged := TAGGED.search(texts):
+            raise BatchError(
+                f"has the path {shown(tagged[1])} of an image in a text, which is not read; write {PLACE!r} there, "
+                "and the path in 'images'"
+            )
         if PLACE in texts:
             raise BatchError(
                 f"has an image, or {PLACE!r}, in a text that the model writes; move it into a prompt or a turn of the "
