@@ -49,7 +49,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"core-rl {__version__}\n"
 
 
-def test_letters_that_a_terminal_lacks_are_escaped() -> None:
+def test_letters_outside_the_terminal_are_escaped() -> None:
     code = "from core_rl.cli import main\ntry: main(['--version'])\nfinally: print('\u27e6')"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     output = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)

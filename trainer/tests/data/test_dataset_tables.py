@@ -177,11 +177,13 @@ def test_a_damaged_table_is_named(tmp_path: Path, name: str, content: bytes, mes
         read(tmp_path / name)
 
 
-def test_columns_that_datasets_lacks_are_named(tmp_path: Path) -> None:
+def test_columns_of_unread_types_are_named(tmp_path: Path) -> None:
     column = pa.array([[("k", "v")]], pa.map_(pa.string(), pa.string()))
-    pq.write_table(pa.table({"meta": column}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"map<.*'meta'.*; write that column as JSON text"):
-        read(tmp_path / "a.parquet")
+    (tmp_path / "d").mkdir()
+    pq.write_table(pa.table({"meta": column}), tmp_path / "d/a.parquet")
+    for path in (tmp_path / "d", tmp_path / "d/a.parquet"):
+        with pytest.raises(ConfigError, match=r"map<.*'meta'.*; write that column as JSON text"):
+            read(path)
 
 
 def test_brackets_in_paths_are_read_or_named(tmp_path: Path) -> None:

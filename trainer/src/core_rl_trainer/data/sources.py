@@ -127,9 +127,14 @@ def read_table_file(path: Path, builder: str) -> Examples:
         reason = str(error.__cause__ or error).partition("\n")[0]
         if "corresponds to no data" in reason:
             raise ConfigError(f"{path} has no rows; write examples into it") from error
-        fix = "write that column as JSON text" if "datasets dtype" in reason else "check what wrote it"
+        fix = _remedy(reason, "check what wrote it")
         raise ConfigError(f"{path} cannot be read as {builder}: {reason}; {fix}") from error
     return _rows(str(path), table)
+
+
+def _remedy(reason: str, otherwise: str) -> str:
+    """That of an error of ``datasets``."""
+    return "write that column as JSON text" if "datasets dtype" in reason else otherwise
 
 
 def read_directory(path: Path, config: str | None, split: str | None, default_split: str | None) -> Examples:
@@ -146,7 +151,8 @@ def read_directory(path: Path, config: str | None, split: str | None, default_sp
         table = datasets.load_from_disk(str(path)) if saved else _load_tables(datasets, str(path), config)
     except (OSError, ValueError, datasets.builder.DatasetGenerationError) as error:
         reason = str(error).partition("\n")[0]
-        fix = "rename it: 'datasets' takes brackets as a pattern" if "[" in str(path) else "name another one"
+        bracket = "rename it: 'datasets' takes brackets as a pattern" if "[" in str(path) else None
+        fix = _remedy(reason, bracket or "name another one")
         raise ConfigError(
             f"{path} holds no dataset of datasets.save_to_disk, and no files of a dataset: {reason}; {fix}"
         ) from error
