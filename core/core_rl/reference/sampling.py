@@ -111,7 +111,7 @@ class StopAtText(StoppingCriteria):
 
     def found_in(self, ids: Sequence[int]) -> bool:
         """Whether the text of the response ``ids`` contains a stop text."""
-        text = str(self._tokenizer.decode(list(ids)))
+        text = str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
         return any(stop in text for stop in self._stop)
 
     def __call__(self, input_ids: Tensor, scores: Any) -> Tensor:
