@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +20,12 @@ __all__ = ["Decoder", "PackedTokens", "check_family"]
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3")
 """Scalings of rotary frequencies that do not depend on the length of a sequence, and scale nothing else."""
+
+WIDEST = 1.25
+SLACK = 8
+"""A sequence is padded to at most its length times the first, plus the second."""
+MOST_SCORES = 2**20
+"""Scores of a head that are computed together, but for a sequence that has more by itself."""
 
 Weights = Mapping[str, Parameter]
 
@@ -48,6 +53,16 @@ def _variants(config: PretrainedConfig) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
+class SequenceGroup:
+    """``B`` sequences of similar length, whose attention is computed together."""
+
+    rows: Tensor
+    """The tokens, int64 ``[B * L]``: of shorter ones the last token again, which no other of them sees."""
+    mask: Tensor
+    """Causal, ``[L, L]``: -inf above the diagonal."""
+
+
+@dataclass(frozen=True)
 class PackedTokens:
     """Inputs of a pass over the packed sequences of a batch."""
 
@@ -56,21 +71,40 @@ class PackedTokens:
     cos: Tensor
     """``[T, 1, head_dim]``, as ``sin``."""
     sin: Tensor
-    bounds: list[tuple[int, int]]
-    """The first token of each sequence, and the end."""
-    masks: Mapping[int, Tensor]
-    """The causal mask ``[L, L]`` of each length, -inf above the diagonal."""
+    groups: list[SequenceGroup]
+    places: Tensor
+    """The row of each token in the groups, one after another, int64 ``[T]``."""
 
     @staticmethod
     def of(batch: SequenceBatch, frequencies: torch.Tensor) -> PackedTokens:
         """The tokens of ``batch``, whose positions turn by ``frequencies [head_dim / 2]``."""
         angles = torch.outer(batch.position_ids.float(), frequencies).repeat(1, 2)[:, None]
-        masks = {
-            length: to_mindspore(torch.full((length, length), -torch.inf).triu(1))
-            for length in set(batch.lengths)
-        }
         ids, cos, sin = map(to_mindspore, (batch.input_ids, angles.cos(), angles.sin()))
-        return PackedTokens(ids, cos, sin, [*pairwise(batch.cu_seqlens.tolist())], masks)
+        starts, lengths = batch.cu_seqlens[:-1].long(), batch.cu_seqlens.diff().long()
+        groups, places, offset = [], torch.empty_like(batch.input_ids), 0
+        for numbers in similar_lengths(lengths.tolist()):
+            last = lengths[numbers][:, None] - 1
+            position = torch.arange(int(last.max()) + 1)
+            rows = (starts[numbers][:, None] + torch.minimum(position, last)).flatten()
+            real = (position <= last).flatten().nonzero().squeeze(1)
+            places[rows[real]] = offset + real
+            mask = torch.full((len(position), len(position)), -torch.inf).triu(1)
+            groups.append(SequenceGroup(to_mindspore(rows), to_mindspore(mask)))
+            offset += len(rows)
+        return PackedTokens(ids, cos, sin, groups, to_mindspore(places))
+
+
+def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Numbers of sequences in groups, by their ``lengths``."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        longest, group = lengths[number], groups[-1] if groups else []
+        fits = (len(group) + 1) * longest**2 <= MOST_SCORES
+        if group and fits and longest <= WIDEST * lengths[group[0]] + SLACK:
+            group.append(number)
+        else:
+            groups.append([number])
+    return groups
 
 
 class Linear(nn.Cell):  # type: ignore[misc]
@@ -119,22 +153,29 @@ class Attention(nn.Cell):  # type: ignore[misc]
         if self.normed:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = _turned(query * self.dim**-0.5, tokens), _turned(key, tokens)
+        mixed = [self._mixed(query, key, value, group) for group in tokens.groups]
         # Not by `mint.split`, whose gradient is wrong in MindSpore 2.10 where a permuted one comes in.
-        mixed = [self._mixed(query[a:b], key[a:b], value[a:b], tokens) for a, b in tokens.bounds]
-        return self.out(mint.cat(mixed, 0))
+        return self.out(ops.gather(mint.cat(mixed, 0), tokens.places, 0))
 
-    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, tokens: PackedTokens) -> Tensor:
-        """One sequence: ``[L, heads, dim]`` to ``[L, heads * dim]``."""
-        length = len(query)
-        heads, rows = (self.kv_heads, self.groups, length), (self.kv_heads, self.groups * length)
-        query = mint.permute(query.reshape(length, *heads[:2], self.dim), (1, 2, 0, 3)).reshape(
-            *rows, self.dim
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, group: SequenceGroup) -> Tensor:
+        """``[T, heads, dim]`` to ``[B * L, heads * dim]``."""
+        length, dim = len(group.mask), self.dim
+        count = len(group.rows) // length
+        query, key, value = (ops.gather(part, group.rows, 0) for part in (query, key, value))
+        query = mint.permute(query.reshape(count, length, self.kv_heads, self.groups, dim), (0, 2, 3, 1, 4))
+        key, value = (
+            mint.permute(part.reshape(count, length, self.kv_heads, dim), order).reshape(-1, *shape)
+            for part, order, shape in (
+                (key, (0, 2, 3, 1), (dim, length)),
+                (value, (0, 2, 1, 3), (length, dim)),
+            )
         )
         # Three dimensions: the gradient of a product of four fails for a single key head and a single token.
-        scores = mint.bmm(query, mint.permute(key, (1, 2, 0))).reshape(*heads, length)
-        shares = _Softmax.apply(scores + tokens.masks[length]).reshape(*rows, length)
-        mixed = mint.bmm(shares, mint.permute(value, (1, 0, 2))).reshape(*heads, self.dim)
-        return mint.permute(mixed, (2, 0, 1, 3)).reshape(length, -1)
+        scores = mint.bmm(query.reshape(-1, self.groups * length, dim), key)
+        shares = _Softmax.apply(scores.reshape(-1, self.groups, length, length) + group.mask)
+        mixed = mint.bmm(shares.reshape(-1, self.groups * length, length), value)
+        mixed = mixed.reshape(count, self.kv_heads, self.groups, length, dim)
+        return mint.permute(mixed, (0, 3, 1, 2, 4)).reshape(count * length, -1)
 
 
 class _Softmax(_Function):  # type: ignore[misc]
