@@ -8,7 +8,8 @@ other class is a helper, which the core never calls. `core_rl.engine.loading` co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -19,6 +20,7 @@ from torch import Tensor
 from core_rl.backend.meta import StatePart
 from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.config.capability import Capability
+from core_rl.data.batch import SequenceBatch
 
 __all__ = [
     "NAMED_PROTOCOLS",
@@ -33,6 +35,7 @@ __all__ = [
     "SupportsOwnGradNorm",
     "SupportsOwnOffload",
     "SupportsRngState",
+    "SupportsTaps",
 ]
 
 MemoryPart = Literal["weights", "gradients", "optimizer"]
@@ -81,6 +84,21 @@ class SupportsOffload(Protocol):
 
     def memory(self, part: MemoryPart) -> Iterable[Tensor]:
         """Tensors whose storages hold ``part`` on this rank; each storage belongs to one part. No collective."""
+
+
+@runtime_checkable
+class SupportsTaps(Protocol):
+    """Hidden states between layers, so that the first layer that is off can be named."""
+
+    def tap(
+        self, micro_batches: Sequence[SequenceBatch]
+    ) -> AbstractContextManager[Mapping[int, Sequence[Tensor]]]:
+        """Record hidden states of the one forward pass over ``micro_batches`` that runs inside the context. Collective.
+
+        After the context the mapping has them for each layer of this rank by its number, from 1, behind the layer,
+        and by 0 before the first: a float32 tensor ``[T, H]`` of all tokens of each micro-batch, on the CPU. The core
+        merges the layers of all ranks.
+        """
 
 
 class SupportsRngState(ABC):
@@ -153,6 +171,7 @@ class SupportsOwnOffload(Protocol):
 TRAIN_PROTOCOLS: Mapping[Capability, tuple[type, ...]] = {
     Capability.LORA: (SupportsLora,),
     Capability.OFFLOAD: (SupportsOffload, SupportsOwnOffload),
+    Capability.TAPS: (SupportsTaps,),
 }
 """Protocols of capabilities with methods, of which a backend implements at least one."""
 NAMED_PROTOCOLS: tuple[type, ...] = (
