@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.collectives import gather
 from core_rl.errors import UnsupportedCapability
+from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.parallel_context import ModelShards
 
 __all__ = ["decoder_layers", "tapped"]
@@ -62,7 +63,7 @@ def _record_output(parts: list[Tensor], *call: Any) -> None:
 
 def _rows(hidden: Tensor) -> Tensor:
     """``[L, H]`` of a layer's ``[1, L, H]`` or ``[L, 1, H]``, copied: some layers add to their input in place."""
-    return hidden.detach().flatten(0, 1).clone()
+    return own_part(hidden.detach()).flatten(0, 1).clone()
 
 
 def _whole(hidden: Tensor, micro_batches: Sequence[SequenceBatch], shards: ModelShards) -> Iterator[Tensor]:
