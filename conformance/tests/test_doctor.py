@@ -92,7 +92,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             1,
             [
                 "they part first at layers: layer 2, sequence 0, token 0 of 9",
-                "second-layer-epsilon:dp1: off the oracle in 5 of 5 checks, first I7.layers; hidden states after layer 2 by ",
+                "second-layer-epsilon:dp1: off the oracle in 5 of 5 checks, first I7.layers; hidden states after ",
             ],
         ),
         (

@@ -64,7 +64,7 @@ def compare_tokens(
 ) -> Finding:
     """Compare one tensor ``[L]`` for each sequence; ``places`` are positions of the tokens, for the hints.
 
-    The first one that is off has its place ``within`` something larger, if given.
+    ``within`` begins the place of the first wrong token.
 
     With ``keep_points`` the finding holds some of the values, for a plot. What ``explain`` finds replaces the hints.
     """

@@ -55,7 +55,8 @@ class SecondLayerEpsilon(ReferenceBackend):
 
     def build(self, context: TrainContext) -> None:
         super().build(context)
-        self.model.get_submodule("model.layers.1.input_layernorm").variance_epsilon = 1e-3
+        norm: Any = self.model.get_submodule("model.layers.1.input_layernorm")
+        norm.variance_epsilon = 1e-3
 
 
 @Mutant("I7.logprobs", "one-sided drift", "always in one direction")

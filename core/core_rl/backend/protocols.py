@@ -93,11 +93,10 @@ class SupportsTaps(Protocol):
     def tap(
         self, micro_batches: Sequence[SequenceBatch]
     ) -> AbstractContextManager[Mapping[int, Sequence[Tensor]]]:
-        """Record hidden states of the one forward pass over ``micro_batches`` that runs inside the context. Collective.
+        """Record the states during a forward pass over ``micro_batches`` inside the context. Collective.
 
-        After the context the mapping has them for each layer of this rank by its number, from 1, behind the layer,
-        and by 0 before the first: a float32 tensor ``[T, H]`` of all tokens of each micro-batch, on the CPU. The core
-        merges the layers of all ranks.
+        After the context, the mapping has the output of each layer of this rank by number, from 1, and the input of
+        layer 1 by 0: for each micro-batch float32 ``[T, H]`` of all tokens, on the CPU. The core merges all ranks.
         """
 
 

@@ -1,4 +1,4 @@
-"""Hidden states between layers are those of transformers, on request alone."""
+"""Hidden states between layers equal transformers', and are recorded on request alone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from core_rl.toolkit.taps import decoder_layers
 CUT = MicroBatchSpec(max_tokens=12, share_prefixes=True)
 
 
-def test_hidden_states_are_those_of_transformers() -> None:
+def test_hidden_states_equal_transformers() -> None:
     engine, batch = support.engine(), support.batch()
     output = engine.forward(batch, CUT, ("logprobs", "hidden_states"))
-    model = engine.backend.model
+    model: Any = vars(engine.backend)["model"]
     assert not any(layer._forward_hooks for layer in decoder_layers(model).values())
     expected = []
     with torch.no_grad():
