@@ -22,13 +22,14 @@ __all__ = ["decoder_layers", "tapped"]
 
 def decoder_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The layers of ``model``, or of its text model, by number from 1; raises `UnsupportedCapability` without any."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
+    text = model.config.get_text_config(decoder=True)
+    several = hasattr(text, "altup_num_inputs")  # Gemma 3n has several states of each token
+    for module in () if several else model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == text.num_hidden_layers:
             return dict(enumerate(module, start=1))
     raise UnsupportedCapability(
-        f"output 'hidden_states': the model type {model.config.model_type!r} has no list of its {count} layers; "
-        "leave it out"
+        f"output 'hidden_states': the model type {model.config.model_type!r} has no list of {text.num_hidden_layers} "
+        "layers with one state of each token; leave it out"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import engine_support as support
 import pytest
 import torch
+from tiny_families import tiny_model
 
 from core_rl.backend.loss import LossSpec
 from core_rl.config.capability import Capability
@@ -61,3 +62,8 @@ def test_undeclared_taps_are_refused() -> None:
     with pytest.raises(UnsupportedCapability, match="output 'hidden_states': .* does not declare 'taps'"):
         engine.forward(support.batch(), CUT, ("hidden_states",))
     engine.destroy()
+
+
+def test_several_states_of_a_token_are_refused() -> None:
+    with pytest.raises(UnsupportedCapability, match="'gemma3n_text' has no list of 4 layers with one state"):
+        decoder_layers(tiny_model("gemma3n_text", "eager"))
