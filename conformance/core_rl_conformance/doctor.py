@@ -26,6 +26,7 @@ from core_rl_conformance.session.summary import FINISHED, SYMBOLS, worst_line
 from core_rl_conformance.truncated_model import truncate_layers
 
 STAGES: Mapping[str, Sequence[str]] = {
+    "layers": ("I7.layers",),
     "outputs": ("I7.logprobs", "I7.entropy", "I8.temperature", "I6.neighbours"),
     "loss": (),
     "gradients": (

@@ -198,6 +198,25 @@ class ExpectedValues:
             computation=computation_of(of, Output(name, temperature), data),
         )
 
+    def hidden_states(
+        self, of: Judged, data: Ragged, dtype: torch.dtype, device: str = "cpu"
+    ) -> list[ExpectedOutputs]:
+        """The hidden states of each sequence before the first layer, and after each."""
+
+        def run() -> _Values:
+            plain, sequences = self.plain(of, dtype, device), data.for_oracle()
+            variants = (*VARIANTS, ALONE) if _is_large(of) else VARIANTS
+            runs = [plain.hidden_states(variant, sequences) for variant in variants]
+            return [self.oracle(of).hidden_states(sequences), *runs]
+
+        def of_layer(layer: int) -> ExpectedOutputs:
+            truth, *variants = [[states[:, layer] for states in run] for run in runs]
+            allowed = tolerance([_flat(variant) for variant in variants], _flat(truth), dtype)
+            return ExpectedOutputs(values=truth, variants=variants, tolerance=allowed)
+
+        runs = self.stored(of, ("hidden states", data, dtype, device), run)
+        return [of_layer(layer) for layer in range(runs[0][0].shape[1])]
+
     def gradients(
         self,
         of: Judged,

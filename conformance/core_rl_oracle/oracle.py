@@ -20,6 +20,7 @@ from torch import Tensor
 
 from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, parameters_of, watched
 from core_rl_oracle.float64 import float64_only
+from core_rl_oracle.layers import recorded_layers
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.media import load_model, media_arguments
 
@@ -159,6 +160,15 @@ class Oracle:
                 self.outputs(sequence, temperature, refuse=number < REFUSING)
                 for number, sequence in enumerate(sequences)
             ]
+
+    def hidden_states(self, sequences: Sequence[OracleSequence]) -> list[Tensor]:
+        """``[L, layers + 1, H]`` of each sequence: before the first layer, and after each."""
+        results = []
+        for sequence in sequences:
+            with recorded_layers(self.model) as states:
+                self.evaluate([sequence])
+            results.append(torch.stack(states, dim=2)[0])
+        return results
 
     def gradients(
         self, sequences: Sequence[OracleSequence], loss: SequenceLoss, temperature: float = 1.0

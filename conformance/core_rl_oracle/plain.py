@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, parameters_of, watched
+from core_rl_oracle.layers import recorded_layers
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.media import joined_media, load_model, media_arguments
 from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss, joined_outputs
@@ -117,6 +118,17 @@ class PlainModel:
             for rows in _cuts(variant, sequences):
                 outputs |= self._batch(variant, rows, sequences, temperature)
         return [outputs[index] for index in range(len(sequences))]
+
+    def hidden_states(self, variant: Variant, sequences: Sequence[OracleSequence]) -> list[Tensor]:
+        """``[L, layers + 1, H]`` of each sequence under ``variant``: before the first layer, and after each."""
+        model, results = self.model(variant), {}
+        for rows in _cuts(variant, sequences):
+            with torch.no_grad(), recorded_layers(model) as states:
+                self._batch(variant, rows, sequences, temperature=1.0)
+            for index, padded in zip(rows, torch.stack(states, dim=2).cpu(), strict=True):
+                length = len(sequences[index].input_ids)
+                results[index] = padded[-length:] if variant.padding == "left" else padded[:length]
+        return [results[index] for index in range(len(sequences))]
 
     def gradients(
         self, variant: Variant, sequences: Sequence[OracleSequence], loss: SequenceLoss, temperature: float

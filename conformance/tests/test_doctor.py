@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from mutants.outputs import SecondLayerEpsilon
 from mutants.tensor_parallel import HeadNormsNotReduced
 from mutants.zoo import RECORD
 from toy_tp import SPEC
@@ -37,8 +38,10 @@ SIZES: dict[str, Any] = {
 QWEN3 = Qwen3Config(num_hidden_layers=3, **SIZES)
 EXPERTS: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MUTANT = "head-norms-not-reduced:tp2"
+SPECS = (SPEC, *(vars(mutant)[RECORD].spec for mutant in (HeadNormsNotReduced, SecondLayerEpsilon)))
 SLIDING = "sliding_attention"
 FEW = {
+    "layers": ("I7.layers",),
     "outputs": ("I7.logprobs", "I6.neighbours"),
     "loss": (),
     "gradients": ("I1.gradients",),
@@ -57,7 +60,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A right engine with tensor parallelism and a wrong one, and few checks."""
     monkeypatch.setattr(doctor, "STAGES", FEW)
     start_fork_server()
-    registrations = [register_engine(spec) for spec in (SPEC, vars(HeadNormsNotReduced)[RECORD].spec)]
+    registrations = [register_engine(spec) for spec in SPECS]
     yield
     for registration in registrations:
         registration.close()
@@ -79,9 +82,17 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             1,
             [
                 "they part first at gradients: model.layers.1.self_attn.k_norm.weight",
-                "reference:dp1: within rounding of the oracle in 4 checks",
+                "reference:dp1: within rounding of the oracle in 5 checks",
                 f"{MUTANT}: off the oracle in 2 of 4 checks, first I1.gradients; gradients of ",
                 "model: layers 2 to 2 of 3 are cut",
+            ],
+        ),
+        (
+            ["reference", "second-layer-epsilon"],
+            1,
+            [
+                "they part first at layers: layer 2, sequence 0, token 0 of 9",
+                "second-layer-epsilon:dp1: off the oracle in 5 of 5 checks, first I7.layers; hidden states after ",
             ],
         ),
         (

@@ -82,6 +82,7 @@ def _refusals(subject: EngineUnderTest) -> dict[Capability, Callable[[], object]
         C.MOE: lambda: subject.start(replace(subject.model(), family=MOE)),
         C.BFLOAT16: lambda: subject.start(changes={"dtype": "bfloat16"}),
         C.OFFLOAD: lambda: subject.start().offload(),
+        C.TAPS: lambda: subject.start().forward(data, ONE_PASS, ("hidden_states",)),
         C.LORA: lambda: _ask_for_an_adapter(subject),
         C.AUX_LOSS: lambda: subject.start(
             replace(subject.model(), family=MOE), changes={"model": {"router_aux_coef": 0.1}}

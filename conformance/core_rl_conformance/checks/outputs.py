@@ -46,6 +46,29 @@ def logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     _verify_token_output(subject, "logprobs", 1.0, plotted=True)
 
 
+@check("I7.layers", requires={Capability.TAPS}, each="layout", any_model=True)
+def layers_match_the_oracle(subject: EngineUnderTest) -> None:
+    """The hidden state of every token before the first layer, and after each layer, is the oracle's.
+
+    Why: log-probs that are off name no place, and training moves around an error in one layer.
+    Look at: the layer that the message names, since the states before it are right; layer 0 is the embedding.
+    """
+    model, data = subject.model(), subject.data(PROBE)
+    output = subject.start(model).forward(data.batch(), BUDGET, ("hidden_states",))
+    states = per_sequence(output, "hidden_states", data)
+    expected = subject.expected.hidden_states(model, data, subject.dtype, subject.case.device)
+    count = states[0].shape[1]
+    subject.require(
+        count == len(expected),
+        f"the output 'hidden_states' has {count} states of each token; expected {len(expected)}",
+    )
+    places = subject.places(data)
+    for layer, truth in enumerate(expected):
+        got, label = [part[:, layer] for part in states], f"hidden states after layer {layer}"
+        within = f"layer {layer}, "
+        subject.verify(compare_tokens(label, got, truth.values, truth.tolerance, places, within=within))
+
+
 @check("I7.entropy", images=True, any_model=True)
 def entropy_matches_the_oracle(subject: EngineUnderTest) -> None:
     """The entropy of the distribution that each token was drawn from is the oracle's.

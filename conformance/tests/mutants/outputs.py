@@ -49,6 +49,16 @@ class LastTokenLost(ReferenceBackend):
         return outputs
 
 
+@Mutant("I7.layers", "a constant of one layer alone", r"first at layer 2, sequence 0, token 0 of")
+class SecondLayerEpsilon(ReferenceBackend):
+    """The second layer divides by another epsilon, as by the default of a config without the field."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        norm: Any = self.model.get_submodule("model.layers.1.input_layernorm")
+        norm.variance_epsilon = 1e-3
+
+
 @Mutant("I7.logprobs", "one-sided drift", "always in one direction")
 class SmallDrift(ReferenceBackend):
     """Log-probs are a hair too large, all of them: far below any tolerance for a single token."""

@@ -37,6 +37,7 @@ CAPABILITIES = frozenset(
         C.MUON,
         C.LORA,
         C.OFFLOAD,
+        C.TAPS,
         C.DATA_PARALLEL,
         C.SHARDED_CHECKPOINT,
         C.RESHARDING,
@@ -104,9 +105,9 @@ class Mutant:
         special |= (
             {Capability.MOE, Capability.AUX_LOSS, Capability.ROUTING_REPLAY} if self.family == MOE else set()
         )
-        # Of the toy engines, which have such layouts, only the tensor-parallel engine takes adapters.
-        adapters = {Capability.LORA, Capability.SYNC_LORA}
-        toy = adapters if self.layout.needed_capabilities() - {Capability.DATA_PARALLEL} else set()
+        # Of the toy engines, which have such layouts, only the tensor-parallel engine takes adapters. None has taps.
+        missing = {Capability.LORA, Capability.SYNC_LORA, Capability.TAPS}
+        toy = missing if self.layout.needed_capabilities() - {Capability.DATA_PARALLEL} else set()
         return spec_of(
             self.engine,
             self.undeclared | (toy - self.declared),

@@ -8,7 +8,8 @@ other class is a helper, which the core never calls. `core_rl.engine.loading` co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -19,6 +20,7 @@ from torch import Tensor
 from core_rl.backend.meta import StatePart
 from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.config.capability import Capability
+from core_rl.data.batch import SequenceBatch
 
 __all__ = [
     "NAMED_PROTOCOLS",
@@ -33,6 +35,7 @@ __all__ = [
     "SupportsOwnGradNorm",
     "SupportsOwnOffload",
     "SupportsRngState",
+    "SupportsTaps",
 ]
 
 MemoryPart = Literal["weights", "gradients", "optimizer"]
@@ -81,6 +84,20 @@ class SupportsOffload(Protocol):
 
     def memory(self, part: MemoryPart) -> Iterable[Tensor]:
         """Tensors whose storages hold ``part`` on this rank; each storage belongs to one part. No collective."""
+
+
+@runtime_checkable
+class SupportsTaps(Protocol):
+    """Hidden states between layers, so that the first layer that is off can be named."""
+
+    def tap(
+        self, micro_batches: Sequence[SequenceBatch]
+    ) -> AbstractContextManager[Mapping[int, Sequence[Tensor]]]:
+        """Record the states during a forward pass over ``micro_batches`` inside the context. Collective.
+
+        After the context, the mapping has the output of each layer of this rank by number, from 1, and the input of
+        layer 1 by 0: for each micro-batch float32 ``[T, H]`` of all tokens, on the CPU. The core merges all ranks.
+        """
 
 
 class SupportsRngState(ABC):
@@ -153,6 +170,7 @@ class SupportsOwnOffload(Protocol):
 TRAIN_PROTOCOLS: Mapping[Capability, tuple[type, ...]] = {
     Capability.LORA: (SupportsLora,),
     Capability.OFFLOAD: (SupportsOffload, SupportsOwnOffload),
+    Capability.TAPS: (SupportsTaps,),
 }
 """Protocols of capabilities with methods, of which a backend implements at least one."""
 NAMED_PROTOCOLS: tuple[type, ...] = (

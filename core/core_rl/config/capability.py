@@ -37,6 +37,7 @@ class Capability(StrEnum):
     ROUTING_REPLAY = "routing_replay"
     SHARED_PREFIX = "shared_prefix"
     OFFLOAD = "offload"
+    TAPS = "taps"
     # state
     SHARDED_CHECKPOINT = "sharded_checkpoint"
     RESHARDING = "resharding"

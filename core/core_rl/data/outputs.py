@@ -23,7 +23,9 @@ __all__ = [
     "segment_sum",
 ]
 
-OutputName = Literal["logprobs", "entropy", "values", "scores", "logits", "aux_loss", "routing"]
+OutputName = Literal[
+    "logprobs", "entropy", "values", "scores", "logits", "aux_loss", "routing", "hidden_states"
+]
 TOKEN_OUTPUTS = ("logprobs", "entropy", "values", "logits")
 ROUTING_DTYPE = torch.int16
 """At 48 layers and 8 experts for each token, int64 would take 3 KB a token."""
@@ -53,6 +55,9 @@ class ModelOutput:
 
     routing: Tensor | None = None
     """The experts that each layer with a router chose for ``x_t``, int16 ``[T, layers, k]``."""
+
+    hidden_states: Tensor | None = None
+    """States of ``x_t`` before the first layer and after each, float32 ``[T, layers + 1, H]``; of `forward` alone."""
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values of the fields that are not None."""
@@ -86,7 +91,7 @@ class ModelOutput:
         terms = [
             masked_fill(value, torch.zeros_like(value, dtype=torch.bool)).sum() for _, value in self.items()
         ]
-        return torch.stack([term.float() for term in terms]).sum()
+        return torch.stack([term.float() for term in terms]).sum() if terms else torch.zeros(())
 
     def check(self, requested: Sequence[str], num_tokens: int, num_sequences: int) -> None:
         """Raise `EngineContractError` unless the requested outputs exist and have the right dtype and length."""

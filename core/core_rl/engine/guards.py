@@ -263,6 +263,16 @@ def check_outputs(spec: EngineSpec, config: TrainEngineConfig, outputs: Sequence
         require_capability(spec, Capability.ROUTING_REPLAY, "output 'routing'")
 
 
+def check_taps(spec: EngineSpec, post_hook: object) -> None:
+    """Raise `UnsupportedCapability` or `ConfigError` where the output ``hidden_states`` is not to be had."""
+    require_capability(spec, Capability.TAPS, "output 'hidden_states'")
+    if post_hook is not None:
+        raise ConfigError(
+            "output 'hidden_states' with a post_hook: it is put together after the pass, so that no hook sees it; "
+            "leave one of them out"
+        )
+
+
 def check_output_seqlens(output_seqlens: Sequence[int] | None, batch: SequenceBatch) -> None:
     """Raise `BatchError` unless there is one length for each sequence, where lengths are given."""
     if output_seqlens is not None and len(output_seqlens) != batch.num_sequences:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import EngineProgress
 from core_rl.backend.metrics import Metric, merge_metrics
+from core_rl.backend.protocols import SupportsTaps
 from core_rl.backend.steps import AggregateFn, CollectStep, LossStep, MicroBatches, PostHook
 from core_rl.backend.train_backend import PassMode
 from core_rl.config.engine import OptimizerConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
-from core_rl.data.outputs import OutputName
+from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed.agreement import gather_or_raise
 from core_rl.engine import guards
 from core_rl.engine.modes import Modes
@@ -100,21 +102,37 @@ class TrainStep:
         aggregate_fn: AggregateFn | None,
     ) -> Any:
         """Outputs for every token, in the order of ``batch``; see `TrainEngine.forward`."""
-        run = self.runtime
+        run, tapped = self.runtime, "hidden_states" in outputs
+        if tapped:
+            guards.check_taps(run.spec, post_hook)
+            # A shared prefix has no rows of its own in each sequence.
+            mb_spec = replace(mb_spec, share_prefixes=False)
+            outputs = tuple(name for name in outputs if name != "hidden_states")
         guards.check_outputs(run.spec, run.config, outputs)
         guards.check_temperature(temperature)
         with self.modes.inside("eval"):
             micro_batches = self.cut(batch, mb_spec)
             step = CollectStep(micro_batches, outputs, temperature, post_hook)
-            with self._marking_failure(training=False):
+            with self._marking_failure(training=False), self._tap(micro_batches, tapped) as states:
                 self._run(micro_batches, step, "forward")
                 gather_or_raise(run.world, step.raise_failure, "the pass failed", foreign=BatchError)
         collected = run.groups.model_parallel.broadcast(step.collected, run.groups.output_source)
+        if tapped:
+            collected = _with_hidden_states(collected, run.groups.model_parallel.gather(states))
         # This rank alone may raise here: no collective follows.
         guards.check_output_seqlens(output_seqlens, batch)
         return step.in_order(batch, collected, output_seqlens, aggregate_fn)
 
     # ------------------------------------------------------------ inside a pass
+
+    def _tap(
+        self, micro_batches: MicroBatches, tapped: bool
+    ) -> AbstractContextManager[Mapping[int, Sequence[Tensor]]]:
+        backend = self.runtime.backend
+        if not tapped:
+            return nullcontext({})
+        assert isinstance(backend, SupportsTaps)  # `load_backend` compares it with the spec
+        return backend.tap(micro_batches.items)
 
     def cut(self, batch: SequenceBatch, mb_spec: MicroBatchSpec) -> MicroBatches:
         """Check the batch and cut it, into equally many micro-batches on all data-parallel ranks."""
@@ -318,3 +336,14 @@ class TrainStep:
         """Drop the gradients; of an offloaded model, as soon as it is back."""
         self.modes.zero_grad()
         self.gradients = Accumulated()
+
+
+def _with_hidden_states(
+    collected: Mapping[int, ModelOutput], ranks: Sequence[Mapping[int, Sequence[Tensor]]]
+) -> dict[int, ModelOutput]:
+    """Outputs by micro-batch with the states that the ``ranks`` of one copy of the model have recorded, by layer."""
+    layers = {layer: parts for states in ranks for layer, parts in states.items()}
+    return {
+        number: replace(output, hidden_states=torch.stack([layers[i][number] for i in sorted(layers)], dim=1))
+        for number, output in collected.items()
+    }

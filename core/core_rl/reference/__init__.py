@@ -45,6 +45,7 @@ SPEC = EngineSpec(
             Capability.LORA,
             Capability.VISION,
             Capability.OFFLOAD,
+            Capability.TAPS,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ from core_rl.toolkit.optimizer import (
     set_step_count,
 )
 from core_rl.toolkit.packed import PackedModel
+from core_rl.toolkit.parallel_context import WHOLE
 from core_rl.toolkit.positions import rotary_modules
+from core_rl.toolkit.taps import decoder_layers, tapped
 
 __all__ = ["HFBackend"]
 
@@ -291,6 +293,13 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
     def check_sharing(self) -> None:
         for model in self._packed_models():
             model.check_sharing()
+
+    def tap(
+        self, micro_batches: Sequence[SequenceBatch]
+    ) -> AbstractContextManager[Mapping[int, Sequence[Tensor]]]:
+        """Hidden states of the layers of ``model``; see `SupportsTaps`."""
+        packed = next(self._packed_models(), None)
+        return tapped(decoder_layers(self.model), micro_batches, WHOLE if packed is None else packed.shards)
 
     def _packed_models(self) -> Iterator[PackedModel]:
         modules = (value for value in vars(self).values() if isinstance(value, nn.Module))

@@ -100,6 +100,16 @@ def test_gradients_equal_the_plain_model(
     assert group.optimizer_step()["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("case", ["dp4", "uneven-tp4-sp", "tp2cp2-sp"])
+def test_hidden_states_equal_the_plain_model(group: EngineGroup, case: str) -> None:
+    model, layout, options = CASES[case]
+    group.initialize(config=support.fsdp_config(layout, model=MODELS[model], **options))
+    actual = group.forward(support.make_batch(0), BUDGET, ("hidden_states",))
+    with EngineGroup("reference", support.reference_config(MODELS[model])) as plain:
+        expected = plain.forward(support.make_batch(0), BUDGET, ("hidden_states",))
+    torch.testing.assert_close(actual["hidden_states"], expected["hidden_states"])
+
+
 def count_all_reduces(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, parts: int) -> int:
     """Sums over the replicas in one pass of ``parts`` micro-batches."""
     original, calls = dist.all_reduce, [0]

@@ -82,6 +82,15 @@ def test_layouts_change_in_a_running_group(tmp_path: Path) -> None:
         assert group.run(support.receives_tensors) == [False, True]  # the last stage writes
 
 
+def test_hidden_states_of_all_stages_come() -> None:
+    setups: list[Setup] = [("megatron", {"pp": 2, "cp": 2}, {"virtual_stages": 2}), ("reference", {}, None)]
+    states = []
+    for setup in setups:
+        with _start(setup) as group:
+            states.append(group.forward(support.batch(), CUT, ("hidden_states",))["hidden_states"])
+    torch.testing.assert_close(states[0], states[1])
+
+
 @pytest.mark.nightly
 def test_recomputation_changes_nothing() -> None:
     results = []

@@ -26,6 +26,7 @@ SPEC = EngineSpec(
             Capability.ADAMW_8BIT,
             Capability.SHARED_PREFIX,
             Capability.OFFLOAD,
+            Capability.TAPS,
             Capability.SHARDED_CHECKPOINT,
             Capability.RESHARDING,
             Capability.PORTABLE_CHECKPOINT,

@@ -36,6 +36,7 @@ SPEC = EngineSpec(
             Capability.VISION,
             Capability.SHARED_PREFIX,
             Capability.OFFLOAD,
+            Capability.TAPS,
             Capability.BFLOAT16,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,

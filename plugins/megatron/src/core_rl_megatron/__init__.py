@@ -30,6 +30,7 @@ SPEC = EngineSpec(
             Capability.LORA,
             Capability.VISION,
             Capability.OFFLOAD,
+            Capability.TAPS,
             Capability.CUDA,
             Capability.BFLOAT16,
             Capability.DROPOUT,

@@ -7,6 +7,7 @@ import core_rl_megatron.cpu_shim  # noqa: F401
 # isort: split
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from core_rl.toolkit.cuda import require_device_memory
 from core_rl.toolkit.hf_state import fill, planned_model
 from core_rl.toolkit.lora import adapter_config, low_rank_products
 from core_rl.toolkit.model_files import exported_config
+from core_rl.toolkit.taps import tapped
 from core_rl.toolkit.vision import has_tower
 from core_rl_megatron import cpu_shim, parallel_state, versions
 from core_rl_megatron.adapters import enable_adapters
@@ -213,6 +215,12 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         with self.rng.own(), self.buckets.reducing(last=mode == "last"):
             self.schedule.run(micro_batches, step, forward_only=mode == "forward")
+
+    def tap(
+        self, micro_batches: Sequence[SequenceBatch]
+    ) -> AbstractContextManager[Mapping[int, Sequence[Tensor]]]:
+        layers = {layer.layer_number: layer for chunk in self.model.chunks for layer in chunk.decoder.layers}
+        return tapped(layers, micro_batches, self.schedule.shards)
 
     def synchronize(self) -> None:
         """Gather the weights that a step changed, and wait for gradients that are being added up."""

@@ -47,7 +47,7 @@ class Schedule:
         self._head = context.config.model.head
         self._model = model
         self._wrapped = list(wrapped)
-        self._shards = model_shards(context.world, context.layout)
+        self.shards = model_shards(context.world, context.layout)
         self._messages = StageMessages(model.chunks[0].config, context.device)
         self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
 
@@ -93,7 +93,7 @@ class Schedule:
     ) -> tuple[Tensor, Any]:
         micro_batch = next(micro_batches)
         tree = PrefixTree.of(micro_batch) if step.share_prefixes else None
-        tokens = self._shards.slice_of(micro_batch, tree)
+        tokens = self.shards.slice_of(micro_batch, tree)
         routers = routers_of(chunk)
         routing = own_routing(micro_batch, tokens)
         if routing is not None and routing.shape[1] != len(routers):
@@ -102,10 +102,10 @@ class Schedule:
                 f"{self._model.hf_config.model_type!r} model has {len(routers)} with experts"
             )
         if routing is not None and self._layout.sequence_parallel:
-            routing = routing.chunk(self._layout.tp)[self._shards.tensor.rank]
+            routing = routing.chunk(self._layout.tp)[self.shards.tensor.rank]
         for layer, router in enumerate(routers):
             router.replay = None if routing is None else routing[:, layer]
-        hidden: Tensor = chunk(tokens, self._shards.context, micro_batch)
+        hidden: Tensor = chunk(tokens, self.shards.context, micro_batch)
         routings = [router.recorded for router in routers if router.recorded is not None]
         return hidden, partial(self._loss, step, micro_batch, tokens, routings)
 
@@ -125,10 +125,10 @@ class Schedule:
         1 / (data and context parallel ranks) out and adds up (``gradient_scaling_factor = 1.0``); and
         `finalize_model_grads` divides by a number of tokens if it gets one, and gets none.
         """
-        outputs = self._outputs(step, PackedStates(hidden.squeeze(1), tokens, micro_batch, self._shards))
+        outputs = self._outputs(step, PackedStates(hidden.squeeze(1), tokens, micro_batch, self.shards))
         if "aux_loss" in step.outputs or "routing" in step.outputs:
             family = self._model.hf_config.model_type
-            outputs |= whole_outputs(routings, self._shards, tokens, micro_batch, step.outputs, family)
+            outputs |= whole_outputs(routings, self.shards, tokens, micro_batch, step.outputs, family)
         loss = step(ModelOutput(**outputs), micro_batch)
         return loss, torch.tensor(1, dtype=torch.int), {}
 

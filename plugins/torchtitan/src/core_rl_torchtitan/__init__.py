@@ -29,6 +29,7 @@ SPEC = EngineSpec(
             Capability.ADAMW_8BIT,
             Capability.SHARED_PREFIX,
             Capability.OFFLOAD,
+            Capability.TAPS,
             Capability.BFLOAT16,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 from pydantic import Field
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchtitan.distributed import ParallelDims
@@ -32,6 +33,7 @@ from core_rl.toolkit.fully_sharded import add_up_gradients, check_copies, reset_
 from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.hf_state import checkpoint_layout, fill, planned_model
 from core_rl.toolkit.parallel_context import ModelShards
+from core_rl.toolkit.taps import tapped
 from core_rl_torchtitan.modules import PackedDecoder
 from core_rl_torchtitan.row_layout import RowLayout, Run, probed_runs
 from core_rl_torchtitan.translation import check_model_layout, decoder_config
@@ -211,6 +213,12 @@ class TorchtitanBackend(HFBackend[TorchtitanConfig]):
             micro_batch, step.outputs, step.temperature, step.trained_only, step.share_prefixes
         )
         return ModelOutput(**outputs)
+
+    def tap(
+        self, micro_batches: Sequence[SequenceBatch]
+    ) -> AbstractContextManager[Mapping[int, Sequence[Tensor]]]:
+        layers = dict(enumerate(self.packed.decoder.layers.values(), start=1))
+        return tapped(layers, micro_batches, self.meshes.shards)
 
     def reduce_grads(self) -> None:
         """FSDP adds up in each backward pass, and DTensor over tensor parallel ranks."""
