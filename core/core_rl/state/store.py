@@ -248,7 +248,7 @@ def global_grad_norm(slices: Iterable[LocalSlice], world: Comm) -> float:
 def _square_sum(grads: list[Tensor]) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float64)
-    if all(grad.is_cuda for grad in grads):
+    if _on_cuda(grads):
         # One kernel for all; squares below 1e-38 are 0 in float32.
         return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
@@ -257,6 +257,10 @@ def _square_sum(grads: list[Tensor]) -> Tensor:
             upcast = piece.double()
             total += torch.dot(upcast, upcast)
     return total
+
+
+def _on_cuda(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_cuda for tensor in tensors)
 
 
 def digest_of_parts(world: Comm, parts: Iterable[tuple[str, Tensor]]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import mindspore
+import numpy as np
 import pytest
 import torch
 from mindspore import Tensor, mint
@@ -17,7 +18,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl_mindspore import model
 from core_rl_mindspore.backend import MindSporeBackend
 from core_rl_mindspore.crossing import to_mindspore
-from core_rl_mindspore.model import Attention, PackedTokens
+from core_rl_mindspore.model import PackedTokens
 
 Context = Any
 KILLED_BY: dict[str, str] = {}
@@ -142,29 +143,23 @@ class ThawedWeights(MindSporeBackend):
         super().build(replace(context, config=context.config.model_copy(update={"model": frozen})))
 
 
-@killed_by("I1.gradients")
-class SplitAttention(MindSporeBackend):
-    """`mint.split` of MindSpore 2.10, whose gradient is wrong in silence."""
+@killed_by("I7.logprobs")
+class SortedSequences(MindSporeBackend):
+    """Attention leaves the sequences in the order of their lengths."""
 
     def build(self, context: Context) -> None:
         super().build(context)
         for layer in self.decoder.layers:
-            layer.attention.construct = _split_attention(layer.attention)
+            layer.attention.construct = _sorting(layer.attention.construct)
 
 
-def _split_attention(attention: Attention) -> Callable[[Tensor, PackedTokens], Tensor]:
-    def construct(x: Tensor, tokens: PackedTokens) -> Tensor:
-        lengths = [end - start for start, end in tokens.bounds]
-        parts = (attention.query, attention.key, attention.value)
-        query, key, value = (part(x).reshape(len(x), -1, attention.dim) for part in parts)
-        if attention.normed:
-            query, key = attention.query_norm(query), attention.key_norm(key)
-        query, key = model._turned(query * attention.dim**-0.5, tokens), model._turned(key, tokens)
-        queries, keys, values = (mint.split(part, lengths, 0) for part in (query, key, value))
-        sequences = zip(queries, keys, values, strict=True)
-        return attention.out(mint.cat([attention._mixed(q, k, v, tokens) for q, k, v in sequences], 0))
+def _sorting(
+    construct: Callable[[Tensor, PackedTokens], Tensor],
+) -> Callable[[Tensor, PackedTokens], Tensor]:
+    def constructed(x: Tensor, tokens: PackedTokens) -> Tensor:
+        return construct(x, replace(tokens, places=Tensor(np.sort(tokens.places.asnumpy()))))
 
-    return construct
+    return constructed
 
 
 @killed_by("I1.gradients")
