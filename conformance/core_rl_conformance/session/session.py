@@ -299,7 +299,7 @@ def _plan(config: pytest.Config) -> Plan:
     except CoreRLError as error:
         raise pytest.UsageError(str(error)) from error
     if given is not None and selection.soak_minutes is not None:
-        raise pytest.UsageError("--soak with --model-dir: a soak draws models; give one of the two")
+        raise pytest.UsageError("--soak with --model-dir: a soak draws models; leave either out")
     if selection.soak_minutes is not None and all(target.kind != "train" for target in targets):
         raise pytest.UsageError(
             f"--soak: {', '.join(engines)}: no train engine; a soak draws calls of train engines"

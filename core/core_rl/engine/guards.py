@@ -269,7 +269,7 @@ def check_taps(spec: EngineSpec, post_hook: object) -> None:
     if post_hook is not None:
         raise ConfigError(
             "output 'hidden_states' with a post_hook: it is put together after the pass, so that no hook sees it; "
-            "leave one of them out"
+            "leave either out"
         )
 
 

@@ -127,6 +127,9 @@ def test_a_tokenizer_without_an_end_is_named() -> None:
         encode_completion(support.chat_format(tokenizer), "1=", "1")
 
 
+NO_OBJECTS: tuple[object, ...] = (json.dumps(json.dumps({"x": 1})), "[1]", [], 0, False)
+
+
 def called(arguments: object) -> dict[str, Any]:
     """A turn that calls a function."""
     return {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]}
@@ -148,7 +151,7 @@ def called(arguments: object) -> dict[str, Any]:
         ),
         *[
             ({"messages": [CHAT[0], called(arguments)]}, "arguments that are no JSON object")
-            for arguments in (json.dumps(json.dumps({"x": 1})), "[1]", [], 0, False)
+            for arguments in NO_OBJECTS
         ],
         ({"prompt": [{"role": "user", "content": 1}], "answer": "1"}, "no text as 'content', but 1"),
         ({"answer": "1"}, "needs a text 'prompt'; it has None"),
