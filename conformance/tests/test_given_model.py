@@ -75,7 +75,7 @@ def test_checks_run_on_a_given_model(
         (["--layout=three"], "--layout=three: no layout; write degrees as in dp2*"),
         (["--layout=dp2"], "'reference': layout dp2 needs data_parallel, undeclared by the engine*"),
         (["--model=qwen3"], "*the profiles have mistral*"),
-        (["--soak=1"], "--soak with --model-dir: a soak draws models; give one of the two"),
+        (["--soak=1"], "--soak with --model-dir: a soak draws models; leave either out"),
         (["--engine=reference-rollout"], "--model-dir with 'reference-rollout', of kind inference: *"),
     ],
 )

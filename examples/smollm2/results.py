@@ -1,4 +1,7 @@
-"""The outcome of the recipes of this folder as one JSON file and a table: ``python results.py OUTPUT RUN…``."""
+"""The outcome of the recipes of this folder as one JSON file and a table: ``python results.py OUTPUT RUN…``.
+
+Other runs in the file OUTPUT stay.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,9 @@ def main() -> None:
     """Write the file, and the table to the output."""
     output, *runs = map(Path, sys.argv[1:])
     outcomes = [outcome(run) for run in runs]
-    output.write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8")
+    earlier = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
+    rows = {row["run"]: row for row in (*earlier, *outcomes)}
+    output.write_text(json.dumps([*rows.values()], indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(table(outcomes))
 
 
