@@ -145,7 +145,7 @@ def diagnosis_of(
     findings.sort(key=lambda finding: (stages.index(finding.stage), order.index(finding.check)))
     judgements = {label: _judgement(label, cases[label], findings) for label in cases}
     judgements |= {engine: f"{NOT_JUDGED}{reason.splitlines()[0]}" for engine, reason in refused.items()}
-    judged = [label for label, sentence in judgements.items() if not sentence.startswith(NOT_JUDGED)]
+    judged = [label for label, rows in cases.items() if any(case.outcome.executed for case in rows)]
     return Diagnosis(
         verdict=_verdict(judged, findings),
         exit_code=1 if findings else 2 if len(judged) < len(judgements) else 0,

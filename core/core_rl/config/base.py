@@ -39,9 +39,9 @@ WORDING: Mapping[str, str] = {
 BRANCH = re.compile(r"(literal|tuple|list|dict)\[.*\]")
 """A part of an error's location that names a kind of value of the field before it."""
 SHOWN_CHARACTERS = 80
-NEARLY_SAME = 0.85
-"""Likeness of a slip of the pen, such as a missing plural, which is likelier than another section."""
 """The longest value that an error shows in full."""
+NEARLY_SAME = 0.85
+"""Likeness of a misspelled name, such as one without its plural, which is likelier than another section."""
 
 
 class Config(BaseModel):
@@ -133,14 +133,13 @@ def _suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
     if owner is None:
         return "; remove it"
     known = sorted(owner.model_fields)
-    if len(location) > 1 and (same := difflib.get_close_matches(name, known, n=1, cutoff=NEARLY_SAME)):
-        return f"; did you mean {same[0]!r}? Known fields: {', '.join(known)}"
+    misspelled = len(location) > 1 and difflib.get_close_matches(name, known, cutoff=NEARLY_SAME)
     # Not of the section that it stands in: other kinds of this section may have it.
     others = {part: field for part, field in kind.model_fields.items() if part != location[0]}
     sections = {f"{part}.{name}": _configs_in(field.annotation) for part, field in others.items()}
     places = [place for place, configs in sections.items() if any(name in c.model_fields for c in configs)]
     elsewhere = getattr(kind, "other_names", {}).get(name) or " or ".join(places)
-    if elsewhere:
+    if elsewhere and not misspelled:
         return f"; its place here is {elsewhere}"
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "; remove it."

@@ -61,7 +61,7 @@ def test_in_place_methods_change_nothing() -> None:
 
 
 def test_split_has_a_wrong_gradient() -> None:
-    """When this fails, MindSpore has cured it, and `Attention` may split."""
+    """When this fails, MindSpore has cured it, and cells of this engine may split."""
     factors = torch.arange(6.0).reshape(2, 3)
     turned = to_mindspore(factors.T)
 

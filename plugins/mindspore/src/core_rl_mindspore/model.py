@@ -154,7 +154,6 @@ class Attention(nn.Cell):  # type: ignore[misc]
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = _turned(query * self.dim**-0.5, tokens), _turned(key, tokens)
         mixed = [self._mixed(query, key, value, group) for group in tokens.groups]
-        # Not by `mint.split`, whose gradient is wrong in MindSpore 2.10 where a permuted one comes in.
         return self.out(ops.gather(mint.cat(mixed, 0), tokens.places, 0))
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, group: SequenceGroup) -> Tensor:
