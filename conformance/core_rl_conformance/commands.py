@@ -199,6 +199,13 @@ def doctor(
             "--truncate-layers", min=1, help="Only the first N layers, or one of each kind.", metavar="N"
         ),
     ] = None,
+    keep_experts: Annotated[
+        int | None,
+        typer.Option("--keep-experts", min=1, help="Only the first N experts of a layer.", metavar="N"),
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option("--vocab", min=64, help="Only the first N words.", metavar="N")
+    ] = None,
     json_file: Annotated[
         str | None,
         typer.Option("--json", help="Write the verdict as JSON here; - prints it.", metavar="FILE"),
@@ -216,8 +223,10 @@ def doctor(
     """
     from core_rl_conformance.doctor import diagnose
     from core_rl_conformance.report.files import write_text
+    from core_rl_conformance.smaller_model import Cuts
 
-    diagnosis = diagnose(engines, model, dtype, truncate_layers, report)
+    cuts = Cuts(layers=truncate_layers, experts=keep_experts, vocabulary=vocabulary)
+    diagnosis = diagnose(engines, model, dtype, cuts, report)
     document = diagnosis.model_dump_json(indent=2)
     typer.echo(document if json_file == "-" else diagnosis.text)
     if json_file not in (None, "-"):

@@ -23,7 +23,7 @@ from core_rl_conformance.outcomes import CaseRecord, Outcome, Record
 from core_rl_conformance.report.files import read_report
 from core_rl_conformance.session.matrix import load_target
 from core_rl_conformance.session.summary import FINISHED, SYMBOLS, worst_line
-from core_rl_conformance.truncated_model import truncate_layers
+from core_rl_conformance.smaller_model import Cuts, write_smaller_model
 
 STAGES: Mapping[str, Sequence[str]] = {
     "layers": ("I7.layers",),
@@ -78,7 +78,7 @@ class Diagnosis(Record):
     checks: tuple[str, ...]
     """One line for each check and engine."""
     cut: str
-    """Layers that ``--truncate-layers`` has left out."""
+    """Layers, experts and words that were left out."""
 
     @property
     def text(self) -> str:
@@ -90,7 +90,7 @@ class Diagnosis(Record):
 
 
 def diagnose(
-    engines: Sequence[str], path: Path, dtype: DType | None, truncated: int | None, report: Path | None
+    engines: Sequence[str], path: Path, dtype: DType | None, cuts: Cuts, report: Path | None
 ) -> Diagnosis:
     """Judge ``engines``, each NAME or NAME:LAYOUT, on the model in ``path``; the ``report`` of the session stays.
 
@@ -98,8 +98,8 @@ def diagnose(
     """
     with TemporaryDirectory(prefix="core-rl-doctor-") as temporary:
         cut = ""
-        if truncated is not None:
-            cut = truncate_layers(path, truncated, Path(temporary))
+        if cuts:
+            cut = write_smaller_model(path, cuts, Path(temporary))
             path = Path(temporary)
         model = read_given(path, "--model")
         labels = {engine: _label_or_refusal(engine, model, dtype) for engine in engines}

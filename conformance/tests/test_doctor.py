@@ -14,7 +14,15 @@ from mutants.outputs import SecondLayerEpsilon
 from mutants.tensor_parallel import HeadNormsNotReduced
 from mutants.zoo import RECORD
 from toy_tp import SPEC
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from typer.testing import CliRunner
 
 from core_rl.errors import ConfigError
@@ -24,7 +32,7 @@ from core_rl_conformance import doctor
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.commands import doctor as command
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
-from core_rl_conformance.truncated_model import truncate_layers
+from core_rl_conformance.smaller_model import Cuts, write_smaller_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -37,6 +45,22 @@ SIZES: dict[str, Any] = {
 }
 QWEN3 = Qwen3Config(num_hidden_layers=3, **SIZES)
 EXPERTS: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
 MUTANT = "head-norms-not-reduced:tp2"
 SPECS = (SPEC, *(vars(mutant)[RECORD].spec for mutant in (HeadNormsNotReduced, SecondLayerEpsilon)))
 SLIDING = "sliding_attention"
@@ -193,7 +217,7 @@ def test_truncated_model_has_first_layers(
 ) -> None:
     source = saved(config, tmp_path / "whole")
     (source / "tokenizer.json").write_text("{}")
-    cut = truncate_layers(source, count, tmp_path)
+    cut = write_smaller_model(source, Cuts(layers=count), tmp_path)
     assert cut.startswith(f"layers {size} to 3 of 4 are cut")
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
     whole = AutoModelForCausalLM.from_pretrained(source).eval()
@@ -206,10 +230,47 @@ def test_truncated_model_has_first_layers(
     torch.testing.assert_close(model.eval()(ids).logits, expected)
 
 
-def test_nothing_to_cut_is_refused(tmp_path: Path) -> None:
-    source = saved(QWEN3, tmp_path / "whole")
-    with pytest.raises(ConfigError, match="--truncate-layers=3: nothing can be cut .* it has 3 layers"):
-        truncate_layers(source, 3, tmp_path)
+@pytest.mark.parametrize(
+    ("config", "cuts"),
+    [
+        (QWEN3, Cuts(vocabulary=45)),
+        (
+            Qwen3Config(**(SIZES | {"tie_word_embeddings": True, "eos_token_id": [3, 50]})),
+            Cuts(vocabulary=45),
+        ),
+        (Qwen3MoeConfig(num_hidden_layers=3, **EXPERTS, **SIZES), Cuts(layers=2, experts=2, vocabulary=44)),
+        (GptOssConfig(num_hidden_layers=2, layer_types=[SLIDING] * 2, **SIZES), Cuts(experts=5)),
+        (DeepseekV3Config(**(SIZES | DEEPSEEK)), Cuts(experts=4)),
+    ],
+)
+def test_smaller_model_has_first_rows(tmp_path: Path, config: PretrainedConfig, cuts: Cuts) -> None:
+    source = saved(config, tmp_path / "whole")
+    write_smaller_model(source, cuts, tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {name for name in whole if name not in model.state_dict()} == {
+        name for name in whole if cuts.layers and f".{cuts.layers}." in name
+    }
+    model(torch.arange(20)[None])
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, whole[name][: len(value)])
+    ids = model.config.eos_token_id
+    assert ids == ([3] if config.eos_token_id == [3, 50] else config.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "match"),
+    [
+        (Cuts(layers=3), "--truncate-layers=3: nothing can be cut: it has 3 layers; leave"),
+        (Cuts(experts=3), "--keep-experts=3: nothing can be cut: it has 3 experts in a layer; leave"),
+        (Cuts(experts=1), "--keep-experts=1: a token takes 2; keep at least as many"),
+        (Cuts(vocabulary=61), "--vocab=61: nothing can be cut: it has 61 words; leave"),
+    ],
+)
+def test_nothing_to_cut_is_refused(tmp_path: Path, cuts: Cuts, match: str) -> None:
+    source = saved(Qwen3MoeConfig(num_hidden_layers=3, **EXPERTS, **SIZES), tmp_path / "whole")
+    with pytest.raises(ConfigError, match=match):
+        write_smaller_model(source, cuts, tmp_path)
     (source / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="--truncate-layers=1: the model in .* cannot be read: "):
-        truncate_layers(source, 1, tmp_path)
+    with pytest.raises(ConfigError, match="the model in .* cannot be read: "):
+        write_smaller_model(source, cuts, tmp_path)
