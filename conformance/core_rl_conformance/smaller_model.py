@@ -48,7 +48,7 @@ def write_smaller_model(source: Path, cuts: Cuts, directory: Path) -> str:
         raise ConfigError(f"the model in {source} cannot be read: {reason}") from error
     text = config.get_text_config()
     rows = {name: files.shape(name)[0] if files.shape(name) else 1 for name in files.names()}
-    whole, sentences = dict(rows), []
+    sizes, sentences = dict(rows), []
     if cuts.layers is not None:
         sentences.append(_cut_layers(text, rows, cuts.layers))
     if cuts.experts is not None:
@@ -57,7 +57,7 @@ def write_smaller_model(source: Path, cuts: Cuts, directory: Path) -> str:
         sentences.append(_cut_vocabulary(config, rows, cuts.vocabulary))
     config.save_pretrained(directory)
     stream = (
-        (name, files.read(name) if count == whole[name] else files.read(name)[:count].clone())
+        (name, files.read(name) if count == sizes[name] else files.read(name)[:count].clone())
         for name, count in rows.items()
     )
     write_tensors(directory, "model", stream, writes=True)
@@ -110,10 +110,12 @@ def _cut_experts(text: PretrainedConfig, rows: dict[str, int], count: int) -> st
     experts = int(getattr(text, field)) if field else 0
     if field is None or count >= experts:
         raise _nothing_to_cut("--keep-experts", count, f"it has {experts} experts in a layer")
-    chosen, groups = text.to_dict().get("num_experts_per_tok") or 1, text.to_dict().get("n_group") or 1
-    if count < chosen or count % groups:
+    per_token, groups = text.to_dict().get("num_experts_per_tok") or 1, text.to_dict().get("n_group") or 1
+    if count < per_token or count % groups:
         multiple = f", and a multiple of n_group={groups}" if groups > 1 else ""
-        raise ConfigError(f"--keep-experts={count}: a token takes {chosen}; keep at least as many{multiple}")
+        raise ConfigError(
+            f"--keep-experts={count}: a token takes {per_token}; keep at least as many{multiple}"
+        )
     setattr(text, field, count)
     for name, size in list(rows.items()):
         if match := EXPERT.search(name):

@@ -246,14 +246,14 @@ def test_truncated_model_has_first_layers(
 def test_smaller_model_has_first_rows(tmp_path: Path, config: PretrainedConfig, cuts: Cuts) -> None:
     source = saved(config, tmp_path / "whole")
     write_smaller_model(source, cuts, tmp_path)
-    whole = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    complete = AutoModelForCausalLM.from_pretrained(source).state_dict()
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert {name for name in whole if name not in model.state_dict()} == {
-        name for name in whole if cuts.layers and f".{cuts.layers}." in name
+    assert {name for name in complete if name not in model.state_dict()} == {
+        name for name in complete if cuts.layers and f".{cuts.layers}." in name
     }
     model(torch.arange(20)[None])
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, whole[name][: len(value)])
+        torch.testing.assert_close(value, complete[name][: len(value)])
     ids = model.config.eos_token_id
     assert ids == ([3] if config.eos_token_id == [3, 50] else config.eos_token_id)
 
