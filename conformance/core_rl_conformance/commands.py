@@ -187,7 +187,7 @@ def certify(
 def doctor(
     engines: Annotated[
         list[str],
-        typer.Argument(help="Train engines, each NAME or NAME:LAYOUT, such as fsdp:dp2.", metavar="ENGINE"),
+        typer.Argument(help="Each NAME or NAME:LAYOUT, such as fsdp:dp2 or vllm.", metavar="ENGINE"),
     ],
     model: Annotated[Path, typer.Option("--model", help="The directory of a Hugging Face model.")],
     dtype: Annotated[
@@ -206,27 +206,49 @@ def doctor(
     vocabulary: Annotated[
         int | None, typer.Option("--vocab", min=64, help="Only the first N words.", metavar="N")
     ] = None,
+    server: Annotated[
+        str | None, typer.Option("--server", help="A running server of the model.", metavar="URL")
+    ] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            "--wire", help="Its interface: openai, sglang, vllm, or an engine's name.", metavar="WIRE"
+        ),
+    ] = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Its weights may change: judge a weight sync, too.")
+    ] = False,
     json_file: Annotated[
         str | None,
         typer.Option("--json", help="Write the verdict as JSON here; - prints it.", metavar="FILE"),
     ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option("--report", help="Write the report of the session here.", metavar="FILE.json"),
-    ] = None,
 ) -> None:
-    """Say where train engines part first on a model, and which of them is off the float64 oracle.
+    """Say where engines part first on a model, and which of them is off the float64 oracle.
 
     Exit codes: 0 nothing found, 1 a finding, 2 an engine could not be judged.
 
     Example: core-rl doctor fsdp:dp2 megatron:tp3 --model SmolLM2-135M --truncate-layers 2
     """
+    from core_rl.errors import ConfigError
     from core_rl_conformance.doctor import diagnose
     from core_rl_conformance.report.files import write_text
+    from core_rl_conformance.servers.options import ServerArguments
     from core_rl_conformance.smaller_model import Cuts
 
     cuts = Cuts(layers=truncate_layers, experts=keep_experts, vocabulary=vocabulary)
-    diagnosis = diagnose(engines, model, dtype, cuts, report)
+    if server is None and (wire or take_over):
+        raise ConfigError("--wire and --take-over are of a server; give --server=URL, or leave them out")
+    arguments = ServerArguments(
+        url=server or "",
+        command="",
+        wire=wire or "",
+        model_dir=str(model),
+        take_over=take_over,
+        key_variable=None,
+        dtype=dtype,
+        device="cpu",
+    )
+    diagnosis = diagnose(engines, model, dtype, cuts, arguments if server else None)
     document = diagnosis.model_dump_json(indent=2)
     typer.echo(document if json_file == "-" else diagnosis.text)
     if json_file not in (None, "-"):

@@ -21,13 +21,24 @@ from core_rl_conformance.given_model import GivenModel, read_given
 from core_rl_conformance.hints.diagnose import LOOKS_LIKE
 from core_rl_conformance.outcomes import CaseRecord, Outcome, Record
 from core_rl_conformance.report.files import read_report
+from core_rl_conformance.servers.options import ServerArguments
 from core_rl_conformance.session.matrix import load_target
+from core_rl_conformance.session.session import load_server_target
 from core_rl_conformance.session.summary import FINISHED, SYMBOLS, worst_line
 from core_rl_conformance.smaller_model import Cuts, write_smaller_model
 
 STAGES: Mapping[str, Sequence[str]] = {
     "layers": ("I7.layers",),
-    "outputs": ("I7.logprobs", "I7.entropy", "I8.temperature", "I6.neighbours"),
+    "outputs": (
+        "I7.logprobs",
+        "I7.entropy",
+        "I8.temperature",
+        "I6.neighbours",
+        "I7.score",
+        "I7.top-logprobs",
+        "I7.rollout-logprobs",
+        "I8.rollout-temperature",
+    ),
     "loss": (),
     "gradients": (
         "I1.gradients",
@@ -42,9 +53,10 @@ STAGES: Mapping[str, Sequence[str]] = {
     "optimizer step": ("I20.adamw", "I4.clipping", "I1.train-batch", "I16.all-masked"),
     "export": ("I10.export", "I10.import"),
     "checkpoint": ("I11.resume",),
-    "sync": ("I12.disk", "I12.tensor"),
+    "sync": ("I12.disk", "I12.tensor", "I12.receive-disk", "I12.receive-tensor"),
 }
-"""Checks by the part of a step that they judge, in order. Checks of gradients compare the loss first."""
+"""Checks by the part of a step that they judge, in order, of train and of inference engines. Checks of gradients
+compare the loss first."""
 NOT_JUDGED = "could not be judged: "
 PLACE = re.compile(r"^ *first(?:: | at )(?P<place>.+?)(?: \[| by |: expected)", re.MULTILINE)
 HINT = re.compile(rf"^ *{LOOKS_LIKE}.+$", re.MULTILINE)
@@ -90,12 +102,19 @@ class Diagnosis(Record):
 
 
 def diagnose(
-    engines: Sequence[str], path: Path, dtype: DType | None, cuts: Cuts, report: Path | None
+    engines: Sequence[str],
+    path: Path,
+    dtype: DType | None,
+    cuts: Cuts,
+    server: ServerArguments | None = None,
 ) -> Diagnosis:
-    """Judge ``engines``, each NAME or NAME:LAYOUT, on the model in ``path``; the ``report`` of the session stays.
+    """Judge ``engines``, each NAME or NAME:LAYOUT, on the model in ``path``.
 
-    Raises `ConfigError` for a model that nothing can be computed with, and for a session without an end.
+    A ``server`` of the whole model is judged, too. Raises `ConfigError` for a model that nothing can be computed with,
+    for a server next to ``cuts``, and for a session without an end.
     """
+    if server is not None and cuts:
+        raise ConfigError(f"--server={server.url} serves the whole model; leave out the options that cut it")
     with TemporaryDirectory(prefix="core-rl-doctor-") as temporary:
         cut = ""
         if cuts:
@@ -103,9 +122,14 @@ def diagnose(
             path = Path(temporary)
         model = read_given(path, "--model")
         labels = {engine: _label_or_refusal(engine, model, dtype) for engine in engines}
+        options = [f"--engine={label}" for label in dict.fromkeys(labels.values()) if isinstance(label, str)]
+        if server is not None:
+            label = _server_label_or_refusal(server)
+            labels[server.url] = label
+            options += server.command_line if isinstance(label, str) else []
         accepted = dict.fromkeys(label for label in labels.values() if isinstance(label, str))
-        file = report or Path(temporary) / "report.json"
-        results = _results(accepted, path, dtype, file) if accepted else ()
+        options += [f"--model-dir={path}", *([f"--dtype={dtype}"] if dtype else [])]
+        results = _results(options, Path(temporary) / "report.json") if accepted else ()
     refused = {engine: str(error) for engine, error in labels.items() if isinstance(error, CoreRLError)}
     return diagnosis_of(accepted, refused, results, cut)
 
@@ -120,14 +144,29 @@ def _label_or_refusal(engine: str, model: GivenModel, dtype: DType | None) -> st
     return f"{name}:{target.profile.layouts[0]}"
 
 
-def _results(labels: Iterable[str], path: Path, dtype: DType | None, file: Path) -> tuple[CaseRecord, ...]:
-    """The results of a session, which shows its progress on the standard error."""
-    options = [f"--engine={label}" for label in labels]
-    options += [f"--check={check}" for check in _checks()]
-    options += [f"--dtype={dtype}"] if dtype else []
-    options += [f"--model-dir={path}", f"--report={file}", "--pyargs", "core_rl_conformance"]
+def _server_label_or_refusal(server: ServerArguments) -> str | CoreRLError:
+    try:
+        target = load_server_target(server)
+    except CoreRLError as error:
+        return error
+    return f"{target.spec.name}:{target.profile.layouts[0]}"
+
+
+def _results(options: Sequence[str], file: Path) -> tuple[CaseRecord, ...]:
+    """The results of a session with ``options``, which shows its progress on the standard error."""
+    checks = [f"--check={check}" for check in _checks()]
     with redirect_stdout(sys.stderr):
-        code = pytest.main([*options, "-p", "no:cacheprovider"])
+        code = pytest.main(
+            [
+                *options,
+                *checks,
+                f"--report={file}",
+                "--pyargs",
+                "core_rl_conformance",
+                "-p",
+                "no:cacheprovider",
+            ]
+        )
     if code not in FINISHED:
         raise ConfigError(f"the session ended early, with pytest's exit code {int(code)}; see its text above")
     return read_report(file).results

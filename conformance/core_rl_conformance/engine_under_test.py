@@ -51,7 +51,7 @@ from core_rl_conformance.inputs.data import GIVEN_LENGTHS, LENGTHS, Ragged, Repe
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
-from core_rl_conformance.outcomes import MeasurementRecord
+from core_rl_conformance.outcomes import MeasurementRecord, NotSupported
 from core_rl_conformance.profile import Setting, laid_over
 from core_rl_conformance.reproduction import Computation
 from core_rl_oracle.tolerance import Tolerance
@@ -213,6 +213,8 @@ class EngineUnderTest:
             return self.expected.servers.start(self.spec, config, keep=keep, shared=shared)
         except REFUSALS as error:
             if adapter is None and model in (None, self.model()):
+                if self.case.target.model_dir:
+                    raise NotSupported(f"refused: {error}".splitlines()[0]) from error
                 raise self._broken_promise(error) from error
             self.serve()  # the model alone, which the profile promises
             raise

@@ -51,15 +51,14 @@ class GivenModel:
         Raises `ConfigError` for a target that loads no model, and for a layout that is none.
         """
         name, profile = target.spec.name, target.profile
-        if target.kind != "train":
-            raise ConfigError(
-                f"--model-dir with {name!r}, of kind {target.kind}: it is for train engines, or a running --server"
-            )
+        if target.kind == "trainer":
+            raise ConfigError(f"--model-dir with {name!r}: trainers choose their models; it is for engines")
         given = Profile(
             layouts=tuple(map(_layout, layouts)) if layouts else profile.layouts[:1],
             families=(self.model_type,),
             dtypes=(dtype or profile.dtypes[0],),
             options=profile.options,
+            waivers=() if target.kind == "train" else profile.waivers,
         )
         if problem := next(given.undeclared_layouts(target.spec), ""):
             raise ConfigError(f"{name!r}: {problem}")

@@ -11,8 +11,11 @@ import pytest
 import torch
 import typer
 from mutants.outputs import SecondLayerEpsilon
+from mutants.rollouts import ScoresWithoutTemperature
 from mutants.tensor_parallel import HeadNormsNotReduced
 from mutants.zoo import RECORD
+from reference_server import ReferenceServer
+from server_stub import running
 from toy_tp import SPEC
 from transformers import (
     AutoModelForCausalLM,
@@ -62,14 +65,21 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 8,
 }
 MUTANT = "head-norms-not-reduced:tp2"
-SPECS = (SPEC, *(vars(mutant)[RECORD].spec for mutant in (HeadNormsNotReduced, SecondLayerEpsilon)))
+SPECS = (
+    SPEC,
+    *(
+        vars(mutant)[RECORD].spec
+        for mutant in (HeadNormsNotReduced, SecondLayerEpsilon, ScoresWithoutTemperature)
+    ),
+)
 SLIDING = "sliding_attention"
 FEW = {
     "layers": ("I7.layers",),
-    "outputs": ("I7.logprobs", "I6.neighbours"),
+    "outputs": ("I7.logprobs", "I6.neighbours", "I7.score"),
     "loss": (),
     "gradients": ("I1.gradients",),
     "norm": ("I4.grad-norm",),
+    "sync": ("I12.receive-disk",),
 }
 
 
@@ -120,6 +130,15 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             ],
         ),
         (
+            ["reference", "reference-rollout", "scores-without-temperature"],
+            1,
+            [
+                "they part first at outputs: sequence 0, token 1 of 9",
+                "reference-rollout:dp1: within rounding of the oracle in 2 checks",
+                "scores-without-temperature:dp1: off the oracle in 1 of 2 checks, first I7.score; scores at temp",
+            ],
+        ),
+        (
             ["reference", "toy-tp:tp3", "reference:tp2", "nobody"],
             2,
             [
@@ -144,6 +163,35 @@ def test_doctor_names_the_engine_and_place(
     printed = result.stdout.splitlines()
     assert [line for line in lines if not any(one.startswith(line) for one in printed)] == []
     assert printed[0] == lines[0] == json.loads((tmp_path / "v.json").read_text())["verdict"]
+
+
+def test_doctor_judges_a_running_server(engines: None, tmp_path: Path) -> None:
+    app, path = typer.Typer(), saved(QWEN3, tmp_path / "model")
+    app.command()(command)
+    with running([ReferenceServer(str(path), ScoresWithoutTemperature)]) as (server,):
+        options = ["reference", "--model", str(path), f"--server=http://{server.address}", "--wire=vllm"]
+        result = CliRunner().invoke(app, options)
+    assert result.exit_code == 1, result.output
+    assert result.stdout.startswith("they part first at outputs: sequence 0, token 1 of ")
+    assert "reference:dp1: within rounding of the oracle in 5 checks" in result.stdout
+    dead = CliRunner().invoke(app, options)
+    assert dead.exit_code == 2
+    assert f"http://{server.address}: could not be judged: " in dead.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--wire=vllm"], "--wire and --take-over are of a server; give --server=URL"),
+        (["--server=http://127.0.0.1:1", "--vocab=64"], "--server=http://127.0.0.1:1 serves the whole model"),
+    ],
+)
+def test_options_without_effect_are_refused(tmp_path: Path, options: list[str], match: str) -> None:
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, ["reference", "--model", str(tmp_path), *options])
+    assert isinstance(result.exception, ConfigError)
+    assert match in str(result.exception)
 
 
 def record(engine: str, check: str, what: str, message: str) -> CaseRecord:

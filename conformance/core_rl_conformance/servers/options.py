@@ -63,6 +63,16 @@ class ServerArguments:
             )
 
     @property
+    def command_line(self) -> list[str]:
+        """The suite's options for a running server."""
+        options = [
+            f"--server={self.url}",
+            f"--wire={self.wire}",
+            *(["--take-over"] if self.take_over else []),
+        ]
+        return [*options, f"--server-key={self.key_variable}"] if self.key_variable else options
+
+    @property
     def address(self) -> str:
         """``host:port``"""
         return server_address(self.url)

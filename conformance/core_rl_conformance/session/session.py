@@ -288,13 +288,13 @@ def _plan(config: pytest.Config) -> Plan:
             load_trainer(name, checks) for name in dict.fromkeys(config.getoption("core_rl_trainer") or ())
         ]
         server = _server_arguments(config)
-        given = read_given(Path(directory)) if directory and server is None else None
+        given = read_given(Path(directory)) if directory and (targets or server is None) else None
         if given is not None:
             targets = [
                 given.judged_by(target, engines.get(target.spec.name) or selection.layouts, selection.dtype)
                 for target in targets
             ]
-        targets += [] if server is None else [_load_server(server)]
+        targets += [] if server is None else [load_server_target(server)]
         select(targets, selection, checks)
     except CoreRLError as error:
         raise pytest.UsageError(str(error)) from error
@@ -320,7 +320,7 @@ def _layouts_of(names: Iterable[str], on_model: bool) -> dict[str, list[str]]:
     return engines
 
 
-def _load_server(arguments: ServerArguments) -> Target:
+def load_server_target(arguments: ServerArguments) -> Target:
     """The server under test; raises `MissingPackage` without the packages of the extra ``servers``."""
     try:  # engines without servers need none of them
         from core_rl_conformance.servers.target import load_server
