@@ -114,8 +114,12 @@ def test_damaged_prompt_file_is_named_early(start: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_output_directory_has_engine_and_seed(start: Path, tmp_path: Path) -> None:
-    values = support.recipe_values(start, tmp_path / "{engine}-{seed}")
+@pytest.mark.parametrize("parent", ["{here}", "$RUNS", "${RUNS}"])
+def test_output_directory_has_engine_and_seed(
+    start: Path, tmp_path: Path, parent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNS", str(tmp_path))
+    values = support.recipe_values(start, Path(parent, "{engine}-{seed}"))
     loaded = load_recipe(support.write_recipe(tmp_path / "r.yaml", values), ["seed=7"])
     assert loaded.directory == tmp_path / "reference-7"
 

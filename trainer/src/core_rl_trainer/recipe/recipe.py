@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
@@ -275,14 +276,13 @@ def load_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
     values = apply_overrides(values, overrides)
     raise_all(ConfigError, str(path), literal_secrets(values))
     recipe = parse_config(Recipe, values, str(path))
-    try:
-        directory = recipe.output_dir.format(
-            engine=recipe.engine, seed=recipe.seed, here=path.parent.absolute()
-        )
+    braces = {"engine": recipe.engine, "seed": recipe.seed, "here": path.parent.absolute()}
+    try:  # variables in braces are for absolute_path
+        directory = re.sub(r"\$\{(.*?)\}", r"${{\1}}", recipe.output_dir).format(**braces)
     except (KeyError, IndexError, ValueError) as error:
         raise ConfigError(
-            f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}}, and {{here}} for the "
-            "directory of the recipe, can stand in braces"
+            f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}}, {{here}} for the "
+            "directory of the recipe, and variables (${NAME}) can stand in braces"
         ) from error
     try:
         recipe = recipe.model_copy(update={"output_dir": absolute_path(directory)})
