@@ -48,6 +48,7 @@ def run(recipe: Path, *overrides: str) -> tuple[dict[str, Any], str]:
         (["learning_rate=1"], "'learning_rate' = 1; its place here is optimizer.lr$"),
         (["model.lora.r=4"], "'model.lora.r' = 4; its place here is model.lora.rank$"),
         (["model.lora={lora_alpha: 8}"], "'model.lora.lora_alpha' = 8; its place here is model.lora.alpha$"),
+        (["optimizer.schedule.warmup_ratio=0.1"], "its place here is optimizer.schedule.warmup_steps$"),
         (["rollout.groupsize=2"], "unknown field 'rollout.groupsize'.*did you mean 'group_size'"),
         (["steps=0"], "'steps' = 0"),
         (["rollout.temperature=0"], "'rollout.temperature' = 0"),

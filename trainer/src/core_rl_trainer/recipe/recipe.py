@@ -55,7 +55,8 @@ PATTERN = "patterns are not read: name the directory of the files, or a list of 
 STEP_EXAMPLES = "data.batch_size, or rollout.prompts_per_step: examples of a step on all ranks together"
 NAMES_ELSEWHERE = {
     "optimizer.lr": "learning_rate",
-    "optimizer.schedule": "lr_scheduler_type warmup_steps warmup_ratio",
+    "optimizer.schedule": "lr_scheduler_type",
+    "optimizer.schedule.warmup_steps": "warmup_steps warmup_ratio",
     "epochs": "num_train_epochs num_epochs total_epochs",
     "steps": "max_steps",
     STEP_EXAMPLES: "per_device_train_batch_size train_batch_size micro_batch_size gradient_accumulation_steps",
@@ -70,7 +71,7 @@ NAMES_ELSEWHERE = {
     "rollout.group_size": "num_generations n_samples_per_prompt",
     "rollout.max_new_tokens": "max_completion_length max_response_length",
     "rewards": "reward_funcs custom_reward_function",
-    "algorithm.args": "beta",
+    "algorithm.args.kl_coef, or algorithm.args.beta of dpo": "beta",
     "save_every": "save_steps",
     "eval_every": "eval_steps",
     "keep": "save_total_limit",
