@@ -110,6 +110,9 @@ def test_a_second_owner_of_a_name_is_refused(
         ("core_rl_trainer.algorithms.sft:Nothing", {}, "has no attribute 'Nothing'"),
         (f"{__name__}:NoConfig", {}, "must be a subclass of ModelInterface"),
         ("ppo_actor", {"clip": 0.1}, "interface 'ppo_actor': unknown field 'clip' = 0.1; remove it"),
+        ("grpo", {"beta": 0.04}, "'beta' = 0.04; its place here is kl_coef$"),
+        ("dapo", {"epsilon": 0.2}, "'epsilon' = 0.2; its place here is loss.clip_low and loss.clip_high$"),
+        ("dpo", {"loss_type": "ipo"}, "'loss_type' = 'ipo'; its place here is variant$"),
         ("ppo_actor", {"loss": {"clip_lo": 0.1}}, "'loss.clipped.clip_lo' = 0.1; did you mean 'clip_low'"),
         (
             "ppo_actor",

@@ -249,10 +249,12 @@ def test_damaged_json_names_line_and_field(tmp_path: Path, tokenizer: Any, line:
         load(tokenizer, train=str(tmp_path / "a.jsonl"))
 
 
-def test_json_list_and_byte_order_mark_are_read(tmp_path: Path) -> None:
-    (tmp_path / "list.json").write_text(json.dumps(rows_of(2)))
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_json_list_and_byte_order_mark_are_read(tmp_path: Path, suffix: str, indent: int | None) -> None:
+    (tmp_path / f"list.{suffix}").write_text(json.dumps(rows_of(2), indent=indent))
     (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(rows_of(1)[0]).encode())
-    assert open_source(DataSource(path=str(tmp_path / "list.json")))[1] == rows_of(2)[1]
+    assert open_source(DataSource(path=str(tmp_path / f"list.{suffix}")))[1] == rows_of(2)[1]
     assert open_source(DataSource(path=str(tmp_path / "mark.jsonl")))[0] == rows_of(1)[0]
 
 

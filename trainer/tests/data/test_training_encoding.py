@@ -214,6 +214,7 @@ def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
     [
         ({"messages": [user("1"), assistant("2")], "tools": [{"a": 1}, {}]}, "<s>2+1=2</s>", "2</s>"),
         ({"messages": [user("1"), assistant("2")], "tools": '[{"a": 1}]'}, "<s>1+1=2</s>", "2</s>"),
+        ({"messages": [user("1"), assistant("2")], "tools": ['{"a": 1}', {}]}, "<s>2+1=2</s>", "2</s>"),
         ({"messages": [user("1"), assistant(None, tool_calls=CALLS)]}, "<s>+1=7</s>", "7</s>"),
         (
             {"messages": [user("1"), assistant("2", weight=0), user("3"), assistant("4", weight=1)]},
@@ -242,7 +243,8 @@ def test_tools_and_marks_reach_the_template(example: dict[str, Any], rendered: s
         ({"messages": [user("1"), assistant("2", weight=0)]}, "no turn of the assistant to train"),
         ({"messages": [user("1"), assistant("2", weight=0.5)]}, "weight = 0.5"),
         ({"messages": [user("1") | {"trainable": True}, assistant("2")]}, "only the assistant's are trained"),
-        ({"messages": [user("1"), assistant("2")], "tools": ["search"]}, "no list of schemas"),
+        ({"messages": [user("1"), assistant("2")], "tools": ["1"]}, "no list of schemas"),
+        ({"messages": [user("1"), assistant("2")], "tools": ["search"]}, "are no JSON"),
         ({"messages": [user("1"), assistant("2")], "tools": "search"}, "are no JSON"),
         ({"prompt": "1=", "answer": "2", "tools": [{}]}, "has 'tools' and a text; they need chat messages"),
     ],

@@ -97,6 +97,8 @@ def test_damaged_weights_name_field_and_file(
         ("output_dir={file}", "output_dir = '{file}': Not a directory ({file})"),
         ("output_dir=s3://a/run", "output_dir' = 's3://a/run' is a URL; name a directory"),
         ("output_dir=$UNSET/run", "field 'output_dir' = '$UNSET/run': $UNSET is not set; set it"),
+        ("output_dir=${UNSET}/{engine}", "'${UNSET}/reference': ${UNSET} is not set; set it"),
+        ("output_dir=${file}/{}", "'${file}/{}': only {engine} and {seed}, {here}"),
         (
             "data.train=${UNSET}/run.jsonl",
             "'data.train.0.path' = '${UNSET}/run.jsonl': ${UNSET} is not set; set it",

@@ -45,6 +45,10 @@ def run(recipe: Path, *overrides: str) -> tuple[dict[str, Any], str]:
     ("overrides", "message"),
     [
         (["optimiser.lr=1"], "unknown field 'optimiser'.*did you mean 'optimizer'"),
+        (["learning_rate=1"], "'learning_rate' = 1; its place here is optimizer.lr$"),
+        (["model.lora.r=4"], "'model.lora.r' = 4; its place here is model.lora.rank$"),
+        (["model.lora={lora_alpha: 8}"], "'model.lora.lora_alpha' = 8; its place here is model.lora.alpha$"),
+        (["optimizer.schedule.warmup_ratio=0.1"], "its place here is optimizer.schedule.warmup_steps$"),
         (["rollout.groupsize=2"], "unknown field 'rollout.groupsize'.*did you mean 'group_size'"),
         (["steps=0"], "'steps' = 0"),
         (["rollout.temperature=0"], "'rollout.temperature' = 0"),
@@ -114,8 +118,12 @@ def test_damaged_prompt_file_is_named_early(start: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_output_directory_has_engine_and_seed(start: Path, tmp_path: Path) -> None:
-    values = support.recipe_values(start, tmp_path / "{engine}-{seed}")
+@pytest.mark.parametrize("parent", ["{here}", "$RUNS", "${RUNS}"])
+def test_output_directory_has_engine_and_seed(
+    start: Path, tmp_path: Path, parent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNS", str(tmp_path))
+    values = support.recipe_values(start, Path(parent, "{engine}-{seed}"))
     loaded = load_recipe(support.write_recipe(tmp_path / "r.yaml", values), ["seed=7"])
     assert loaded.directory == tmp_path / "reference-7"
 

@@ -263,6 +263,25 @@ def test_rewards_without_a_number_are_refused(tmp_path: Path, code: str) -> None
         load_user_code({"reward": section}, None, None)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("solution_str, ground_truth, method='strict'", "it would get the sample as 'ground_truth'"),
+        ("prompts, completions, **columns", "it would get the sample as 'completions'"),
+        ("completions, **columns", "too many positional arguments"),
+        ("data_source, solution_str, ground_truth", "missing a required argument: 'ground_truth'"),
+    ],
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_rewards_of_other_arguments_are_refused(
+    tmp_path: Path, arguments: str, message: str, batched: bool
+) -> None:
+    (tmp_path / "score.py").write_text(f"def score({arguments}): return 1.0")
+    section = RewardSection(function=f"{tmp_path / 'score.py'}:score", batched=batched)
+    with pytest.raises(ConfigError, match=f"{message}; a reward is called with .* and its sample, so wrap"):
+        load_user_code({"reward": section}, None, None)
+
+
 def test_a_prompt_without_room_names_the_sample() -> None:
     with pytest.raises(
         RolloutError, match="sample 3: a prompt of 2 tokens leaves no room for a completion in 2"

@@ -68,6 +68,12 @@ class OverlongConfig(Config):
 class PPOActorConfig(UpdatesConfig):
     """Settings of the actor. The defaults are GRPO's, with each token counted the same."""
 
+    other_names = (
+        {"beta": "kl_coef", "kl_loss_coef": "kl_coef", "loss_type": "loss", "epsilon_high": "loss.clip_high"}
+        | dict.fromkeys(("epsilon", "clip_ratio"), "loss.clip_low and loss.clip_high")
+        | dict.fromkeys(("num_iterations", "ppo_epochs"), "epochs")
+    )
+
     advantage: AdvantageConfig = GRPO()
     """Rule from rewards to advantages: a name, or its settings with the name as ``type``."""
     loss: ObjectiveConfig = Clipped()

@@ -5,8 +5,8 @@ A pair is a ``unit`` of two sequences, of which ``chosen [B]`` marks one, so it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, Self
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -81,6 +81,8 @@ class DPOConfig(Config):
     one. ``dpo`` is ``-log sigmoid(beta * gain)``, with labels wrong as often as ``label_smoothing``; ``ipo`` is
     ``(gain - 1 / (2 * beta))^2``, with means over tokens; ``hinge`` is ``max(0, 1 - beta * gain)``.
     """
+
+    other_names: ClassVar[Mapping[str, str]] = {"loss_type": "variant"}
 
     variant: Literal["dpo", "ipo", "hinge"] = "dpo"
     """``dpo``, ``ipo`` (arXiv:2310.12036) or ``hinge`` (SLiC, arXiv:2305.10425)."""

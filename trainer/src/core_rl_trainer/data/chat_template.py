@@ -209,13 +209,14 @@ def _at_time(text: str, time: datetime) -> str:
 
 
 def _tools_of(example: Mapping[str, Any]) -> list[Any] | None:
-    """The schemas of the tools of an example, also from JSON text. Raises `BatchError` for other values."""
+    """The schemas of the tools of an example, also from JSON text of all or each. Raises `BatchError` for others."""
     tools = example.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise BatchError(f"has 'tools' that are no JSON: {error}") from error
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        if isinstance(tools, list):
+            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    except ValueError as error:
+        raise BatchError(f"has 'tools' that are no JSON: {error}") from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -75,7 +75,7 @@ def read_json(path: Path) -> Examples:
             f"{path}: is no JSONL file; data files are .jsonl, .json, .parquet and .csv. Convert it, or correct "
             "its suffix"
         )
-    if suffix == ".json" and head[:1] == b"[":
+    if head[:1] == b"[":
         listed = ((f"example {number}", value) for number, value in enumerate(_parsed_list(path, content), 1))
         return Examples.parsed(str(path), listed, _checked)
     if suffix == ".json":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
@@ -54,18 +55,23 @@ PATTERN = "patterns are not read: name the directory of the files, or a list of 
 STEP_EXAMPLES = "data.batch_size, or rollout.prompts_per_step: examples of a step on all ranks together"
 NAMES_ELSEWHERE = {
     "optimizer.lr": "learning_rate",
-    "optimizer.schedule": "lr_scheduler_type warmup_steps warmup_ratio",
+    "optimizer.schedule": "lr_scheduler_type",
+    "optimizer.schedule.warmup_steps": "warmup_steps warmup_ratio",
     "epochs": "num_train_epochs num_epochs total_epochs",
     "steps": "max_steps",
     STEP_EXAMPLES: "per_device_train_batch_size train_batch_size micro_batch_size gradient_accumulation_steps",
     "dtype": "bf16 fp16 torch_dtype",
     "model.path": "model_name_or_path base_model",
-    "model.lora": "lora_r lora_rank lora_alpha lora_target_modules",
+    "model.lora.rank": "r lora_r lora_rank",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.dropout": "lora_dropout",
+    "model.lora.target_modules": "lora_target lora_target_modules",
+    "model.lora.path": "adapter_name_or_path lora_model_dir",
     "data.train": "dataset datasets dataset_name train_files",
     "rollout.group_size": "num_generations n_samples_per_prompt",
     "rollout.max_new_tokens": "max_completion_length max_response_length",
     "rewards": "reward_funcs custom_reward_function",
-    "algorithm.args": "beta",
+    "algorithm.args.kl_coef, or algorithm.args.beta of dpo": "beta",
     "save_every": "save_steps",
     "eval_every": "eval_steps",
     "keep": "save_total_limit",
@@ -275,14 +281,13 @@ def load_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
     values = apply_overrides(values, overrides)
     raise_all(ConfigError, str(path), literal_secrets(values))
     recipe = parse_config(Recipe, values, str(path))
-    try:
-        directory = recipe.output_dir.format(
-            engine=recipe.engine, seed=recipe.seed, here=path.parent.absolute()
-        )
+    braces = {"engine": recipe.engine, "seed": recipe.seed, "here": path.parent.absolute()}
+    try:  # variables in braces are for absolute_path
+        directory = re.sub(r"\$\{(.*?)\}", r"${{\1}}", recipe.output_dir).format(**braces)
     except (KeyError, IndexError, ValueError) as error:
         raise ConfigError(
-            f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}}, and {{here}} for the "
-            "directory of the recipe, can stand in braces"
+            f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}}, {{here}} for the "
+            "directory of the recipe, and variables (${NAME}) can stand in braces"
         ) from error
     try:
         recipe = recipe.model_copy(update={"output_dir": absolute_path(directory)})

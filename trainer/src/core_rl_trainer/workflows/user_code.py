@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 CLOSE_TIMEOUT_S = 1.0
 """Time limit for closing the event loop of rewards, in seconds; a blocked loop ends with the process."""
+PART = re.compile("answers?|completions|gold|ground_truth|labels?|responses|solutions?|solution_str|target")
+"""The second argument of other tools' rewards: a part of the sample, or a completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +69,8 @@ def _loaded(field: str, name: str, batched: bool) -> Callable[..., Any]:
     if is_url(name):
         return HttpReward(name, batched)
     function: Callable[..., Any] = load_callable(field, name)
-    if (
-        inspect.isclass(function)
-        or inspect.isgeneratorfunction(function)
-        or inspect.isasyncgenfunction(function)
-    ):
+    tests = (inspect.isclass, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(test(function) for test in tests):
         raise ConfigError(
             f"{field} = {name!r} returns an object or a generator, no number; name a function that returns one"
         )
@@ -81,15 +81,17 @@ def _loaded(field: str, name: str, batched: bool) -> Callable[..., Any]:
 
 
 def _check_arguments(subject: str, function: Callable[..., Any], args: tuple[object, ...], fix: str) -> None:
-    """Raise `ConfigError` where ``function`` cannot be called with as many arguments as ``args``."""
+    """Raise `ConfigError` where ``function`` does not take as many arguments as ``args``, or another second one."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # a builtin without one
         return
     try:
-        signature.bind(*args)
+        names = [*signature.bind(*args).arguments]
     except TypeError as error:
         raise ConfigError(f"{subject} takes {signature}: {error}; {fix}") from error
+    if len(names) > 1 and PART.fullmatch(names[1]):
+        raise ConfigError(f"{subject} takes {signature}: it would get the sample as {names[1]!r}; {fix}")
 
 
 def _environment(name: str | None) -> Callable[..., Environment] | None:
