@@ -11,7 +11,7 @@ import pytest
 import torch
 import typer
 from mutants.outputs import SecondLayerEpsilon
-from mutants.rollouts import ScoresWithoutTemperature
+from mutants.rollouts import ReportsOneTokenLate, ScoresWithoutTemperature
 from mutants.tensor_parallel import HeadNormsNotReduced
 from mutants.zoo import RECORD
 from reference_server import ReferenceServer
@@ -75,7 +75,7 @@ SPECS = (
 SLIDING = "sliding_attention"
 FEW = {
     "layers": ("I7.layers",),
-    "outputs": ("I7.logprobs", "I6.neighbours", "I7.score"),
+    "outputs": ("I7.logprobs", "I6.neighbours", "I7.score", "I7.rollout-logprobs"),
     "loss": (),
     "gradients": ("I1.gradients",),
     "norm": ("I4.grad-norm",),
@@ -133,9 +133,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             ["reference", "reference-rollout", "scores-without-temperature"],
             1,
             [
-                "they part first at outputs: sequence 0, token 1 of 9",
-                "reference-rollout:dp1: within rounding of the oracle in 2 checks",
-                "scores-without-temperature:dp1: off the oracle in 1 of 2 checks, first I7.score; scores at temp",
+                "they part first at outputs: sequence 0, token 1 of 64",
+                "reference-rollout:dp1: within rounding of the oracle in 3 checks",
+                "scores-without-temperature:dp1: off the oracle in 1 of 3 checks, first I7.score; scores at temp",
             ],
         ),
         (
@@ -168,11 +168,11 @@ def test_doctor_names_the_engine_and_place(
 def test_doctor_judges_a_running_server(engines: None, tmp_path: Path) -> None:
     app, path = typer.Typer(), saved(QWEN3, tmp_path / "model")
     app.command()(command)
-    with running([ReferenceServer(str(path), ScoresWithoutTemperature)]) as (server,):
+    with running([ReferenceServer(str(path), ReportsOneTokenLate)]) as (server,):
         options = ["reference", "--model", str(path), f"--server=http://{server.address}", "--wire=vllm"]
         result = CliRunner().invoke(app, options)
     assert result.exit_code == 1, result.output
-    assert result.stdout.startswith("they part first at outputs: sequence 0, token 1 of ")
+    assert result.stdout.startswith("they part first at outputs: sequence 0, token 0 of 8")
     assert "reference:dp1: within rounding of the oracle in 5 checks" in result.stdout
     dead = CliRunner().invoke(app, options)
     assert dead.exit_code == 2

@@ -76,7 +76,7 @@ def test_checks_run_on_a_given_model(
         (["--layout=dp2"], "'reference': layout dp2 needs data_parallel, undeclared by the engine*"),
         (["--model=qwen3"], "*the profiles have mistral*"),
         (["--soak=1"], "--soak with --model-dir: a soak draws models; leave either out"),
-        (["--trainer=trainers.plain:SPEC"], "--model-dir with 'plain': trainers choose their models; *"),
+        (["--trainer=core-rl"], "--model-dir with 'core-rl': trainers choose their models; *"),
     ],
 )
 def test_options_of_a_given_model_are_refused(
