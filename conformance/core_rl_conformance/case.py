@@ -31,6 +31,8 @@ class Target:
     profile: Profile
     model_dir: str = ""
     """The user's model: served by a running server, or loaded by a train engine; empty for the suite's models."""
+    sequences: tuple[tuple[int, ...], ...] = ()
+    """Token ids of the user's sequences for that model; empty for drawn ones."""
     longest: int | None = None
     """The tokens that tiny models take; None is their own number."""
     version: str = ""

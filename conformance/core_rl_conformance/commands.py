@@ -184,12 +184,18 @@ def certify(
     raise typer.Exit(int(pytest.main([*arguments, "-p", "no:cacheprovider"])))
 
 
-def doctor(
+def doctor(  # noqa: PLR0913, PLR0917  (the options of a command)
     engines: Annotated[
         list[str],
         typer.Argument(help="Each NAME or NAME:LAYOUT, such as fsdp:dp2 or vllm.", metavar="ENGINE"),
     ],
     model: Annotated[Path, typer.Option("--model", help="The directory of a Hugging Face model.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data", help="Sequences, one in a line: token ids, a text or a chat.", metavar="FILE.jsonl"
+        ),
+    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, typer.Option("--dtype", help="Default: each engine's first.")
     ] = None,
@@ -248,7 +254,7 @@ def doctor(
         dtype=dtype,
         device="cpu",
     )
-    diagnosis = diagnose(engines, model, dtype, cuts, arguments if server else None)
+    diagnosis = diagnose(engines, model, data, dtype, cuts, arguments if server else None)
     document = diagnosis.model_dump_json(indent=2)
     typer.echo(document if json_file == "-" else diagnosis.text)
     if json_file not in (None, "-"):

@@ -5,6 +5,7 @@ A session of the suite with ``--model-dir`` judges them against the float64 orac
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import pytest
 from core_rl.config.engine import DType
 from core_rl.errors import ConfigError, CoreRLError
 from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.given_data import read_sequences
 from core_rl_conformance.given_model import GivenModel, read_given
 from core_rl_conformance.hints.diagnose import LOOKS_LIKE
 from core_rl_conformance.outcomes import CaseRecord, Outcome, Record
@@ -104,25 +106,36 @@ class Diagnosis(Record):
 def diagnose(
     engines: Sequence[str],
     path: Path,
+    data: Path | None,
     dtype: DType | None,
     cuts: Cuts,
     server: ServerArguments | None = None,
 ) -> Diagnosis:
     """Judge ``engines``, each NAME or NAME:LAYOUT, on the model in ``path``.
 
-    A ``server`` of the whole model is judged, too. Raises `ConfigError` for a model that nothing can be computed with,
-    for a server next to ``cuts``, and for a session without an end.
+    The sequences are drawn, or come from the file ``data``. A ``server`` of the whole model is judged, too. Raises
+    `ConfigError` for a model that nothing can be computed with, for sequences that it does not take, for options that
+    exclude each other, and for a session without an end.
     """
     if server is not None and cuts:
         raise ConfigError(f"--server={server.url} serves the whole model; leave out the options that cut it")
+    if data is not None and cuts.vocabulary is not None:
+        raise ConfigError(
+            f"--data={data} has tokens that --vocab={cuts.vocabulary} may cut; leave out --vocab"
+        )
     with TemporaryDirectory(prefix="core-rl-doctor-") as temporary:
-        cut = ""
+        cut, options = "", []
+        if data is not None:
+            lines = map(json.dumps, read_sequences(data, path))
+            file = Path(temporary) / "sequences.jsonl"
+            file.write_text("\n".join(lines), encoding="utf-8")
+            options.append(f"--data={file}")
         if cuts:
             cut = write_smaller_model(path, cuts, Path(temporary))
             path = Path(temporary)
         model = read_given(path, "--model")
         labels = {engine: _label_or_refusal(engine, model, dtype) for engine in engines}
-        options = [f"--engine={label}" for label in dict.fromkeys(labels.values()) if isinstance(label, str)]
+        options += [f"--engine={label}" for label in dict.fromkeys(labels.values()) if isinstance(label, str)]
         if server is not None:
             label = _server_label_or_refusal(server)
             labels[server.url] = label

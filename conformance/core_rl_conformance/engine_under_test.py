@@ -47,7 +47,15 @@ from core_rl_conformance.findings import (
 from core_rl_conformance.hints import diagnose
 from core_rl_conformance.hints.diagnose import Again, Explain, explain_loss, explain_named, explain_tokens
 from core_rl_conformance.hints.tokens import Places
-from core_rl_conformance.inputs.data import GIVEN_LENGTHS, LENGTHS, Ragged, Repeated, ragged, with_images
+from core_rl_conformance.inputs.data import (
+    GIVEN_LENGTHS,
+    LENGTHS,
+    Ragged,
+    Repeated,
+    given,
+    ragged,
+    with_images,
+)
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
@@ -106,8 +114,16 @@ class EngineUnderTest:
     def data(self, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Ragged:
         """Ragged sequences, few for a user's model; ``seed`` distinguishes several."""
         drawn = 1000 * self.case.seed + seed
-        data = ragged(self.model().vocab_size, drawn, GIVEN_LENGTHS if self.case.target.given else lengths)
+        if self.case.target.given:
+            return self.given_data(GIVEN_LENGTHS, drawn)
+        data = ragged(self.model().vocab_size, drawn, lengths)
         return with_images(data, self.case.family, drawn) if self.model().vision else data
+
+    def given_data(self, lengths: Sequence[int], seed: int = 0) -> Ragged:
+        """Six of the user's sequences for a model, or else ragged ones of ``lengths``."""
+        if sequences := self.case.target.sequences:
+            return given(sequences, seed)
+        return ragged(self.model().vocab_size, seed, lengths)
 
     @property
     def first_layer(self) -> str:

@@ -62,6 +62,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "the model that a server serves, or a Hugging Face directory that train engines are checked on",
     },
+    "--data": {
+        "metavar": "FILE.jsonl",
+        "help": "with --model-dir: sequences in place of drawn ones, a line each: token ids, a text or a chat",
+    },
     "--take-over": {
         "action": "store_true",
         "help": "checks may change its weights, its version and its state",

@@ -169,7 +169,8 @@ def test_doctor_judges_a_running_server(engines: None, tmp_path: Path) -> None:
     app, path = typer.Typer(), saved(QWEN3, tmp_path / "model")
     app.command()(command)
     with running([ReferenceServer(str(path), ReportsOneTokenLate)]) as (server,):
-        options = ["reference", "--model", str(path), f"--server=http://{server.address}", "--wire=vllm"]
+        (tmp_path / "rows.jsonl").write_text("[4, 2]\n[7]\n[3, 3, 5]")
+        options = ["reference", "--model", str(path), f"--data={tmp_path}/rows.jsonl", f"--server=http://{server.address}", "--wire=vllm"]
         result = CliRunner().invoke(app, options)
     assert result.exit_code == 1, result.output
     assert result.stdout.startswith("they part first at outputs: sequence 0, token 0 of 8")
@@ -183,6 +184,7 @@ def test_doctor_judges_a_running_server(engines: None, tmp_path: Path) -> None:
     ("options", "match"),
     [
         (["--wire=vllm"], "--wire and --take-over are of a server; give --server=URL"),
+        (["--data=rows.jsonl", "--vocab=64"], "--data=rows.jsonl has tokens that --vocab=64 may cut"),
         (["--server=http://127.0.0.1:1", "--vocab=64"], "--server=http://127.0.0.1:1 serves the whole model"),
     ],
 )

@@ -182,7 +182,7 @@ def scores_match_the_oracle(subject: EngineUnderTest) -> None:
     Look at: the alignment (a value at ``t`` belongs to token ``t``), the first token of each sequence (0), the
     temperature, sequences that share a cached prefix.
     """
-    model, data = subject.model(), subject.data(lengths=UP_TO_THE_CONTEXT)
+    model, data = subject.model(), subject.given_data(UP_TO_THE_CONTEXT, 1000 * subject.case.seed)
     engine, batch = subject.serve(model), data.batch()
     for temperature, when in ((1.0, ""), (0.6, ""), (0.05, ""), (1.0, ", asked again")):
         expected = subject.outputs(model, data, "logprobs", temperature)
@@ -206,7 +206,7 @@ def top_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     without the temperature look plausible.
     Look at: the alignment, the order, the temperature, and padded rows of the vocabulary.
     """
-    model, data = subject.model(), subject.data(lengths=UP_TO_THE_CONTEXT)
+    model, data = subject.model(), subject.given_data(UP_TO_THE_CONTEXT, 1000 * subject.case.seed)
     engine, batch = subject.serve(model), data.batch()
     for temperature in (1.0, 0.6):
         expected = subject.outputs(model, data, "logprobs", temperature)

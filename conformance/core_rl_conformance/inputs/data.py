@@ -175,6 +175,14 @@ def ragged(vocab_size: int, seed: int, lengths: Sequence[int] = LENGTHS) -> Ragg
     return Ragged(tuple(rows))
 
 
+def given(sequences: Sequence[tuple[int, ...]], seed: int) -> Ragged:
+    """Six of a user's ``sequences``, in turn by ``seed``, with masks and advantages as in `ragged`."""
+    count = len(GIVEN_LENGTHS)
+    ids = [sequences[(seed * count + number) % len(sequences)] for number in range(count)]
+    rows = ragged(3, seed, [len(sequence) for sequence in ids]).rows
+    return Ragged(tuple(replace(row, ids=sequence) for row, sequence in zip(rows, ids, strict=True)))
+
+
 IMAGE_SIZES = (((4, 2),), ((2, 4), (2, 2)), ((4, 4),))
 """Images of sequences in turn: a wide one has other positions than a high one."""
 

@@ -6,6 +6,7 @@ import platform
 import re
 import secrets
 from collections.abc import Collection, Generator, Iterable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +24,7 @@ from core_rl_conformance.case import Target
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.disk_cache import DiskCache
 from core_rl_conformance.expected_values import ExpectedValues
+from core_rl_conformance.given_data import read_sequences
 from core_rl_conformance.given_model import read_given
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.profile import MOE
@@ -295,6 +297,11 @@ def _plan(config: pytest.Config) -> Plan:
                 for target in targets
             ]
         targets += [] if server is None else [load_server_target(server)]
+        if file := config.getoption("core_rl_data"):
+            if not directory:
+                raise ConfigError(f"--data={file}: sequences are for a given model; give --model-dir, too")
+            sequences = read_sequences(Path(file), Path(directory))
+            targets = [replace(target, sequences=sequences) for target in targets]
         select(targets, selection, checks)
     except CoreRLError as error:
         raise pytest.UsageError(str(error)) from error
