@@ -67,15 +67,26 @@ def check_packing(packed: PackedModel, dtype: DType) -> None:
     copies of the short sequence and of a long one, which is longer than the model's `THRESHOLDS`, scaled down for the
     probe. All copies of a sequence get the same inputs, so they must get the same outputs.
 
+    In bfloat16 a trained model makes nats of a last bit at some tokens (3.8 at one of SmolLM2 at tp3, where sums over
+    ranks round by a token's place). There most tokens have to be the same at any place, and all of them at the same
+    place next to other neighbours.
+
     Args:
         packed: the model in evaluation mode, with its weights.
         dtype: the dtype in which it computes.
     """
     output = OUTPUT[packed.head]
     with small_thresholds(packed.model):
-        groups = _copies(packed, output)
-    error = max(float((copy - copies[0]).abs().max()) for copies in groups for copy in copies)
-    allowed = TOLERANCE[dtype] * max(1.0, *(float(copies[0].abs().max()) for copies in groups))
+        near, far = _among_neighbours(packed, output, 0), _next_to_long(packed, output)
+        spreads = torch.cat([_spread([*near, *far[:2]]), _spread(far[2:])])
+        error, allowed = (
+            float(spreads.max()),
+            TOLERANCE[dtype] * max(1.0, *(float(part.abs().max()) for part in far)),
+        )
+        if error > allowed and dtype == "bfloat16":
+            others = _among_neighbours(packed, output, 5)
+            changes = [float(_spread(pair).max()) for pair in zip(near, others, strict=True)]
+            error = max(float(spreads.median()), *changes)
     # Never true of NaN, which random weights of a wrong scale give: that is no leak.
     if error > allowed:
         config = packed.model.config
@@ -87,32 +98,45 @@ def check_packing(packed: PackedModel, dtype: DType) -> None:
         )
 
 
-def _copies(packed: PackedModel, output: OutputName) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs of all copies of the short and of the long sequence, in float32.
+def _spread(copies: Sequence[Tensor]) -> Tensor:
+    """The largest difference between ``copies``, of each token."""
+    low, high = torch.stack(list(copies)).aminmax(dim=0)
+    return high - low
 
-    Both passes have equally many tokens: matrix products of other shapes round otherwise.
+
+def _among_neighbours(packed: PackedModel, output: OutputName, shift: int) -> list[Tensor]:
+    """The outputs of two copies of the short sequence, in float32; ``shift`` gives the neighbours other tokens."""
+    near = [torch.arange(SHORT + 1) * 104729 + 17 * number + shift for number in (1, 2, 3)]
+    short = torch.arange(SHORT) * 7919 + 3
+    return _outputs(packed, output, [short, near[0], short, near[1], near[2]])[0:3:2]
+
+
+def _next_to_long(packed: PackedModel, output: OutputName) -> list[Tensor]:
+    """Of two copies of the short and two of the long sequence, of as many tokens.
+
+    Matrix products of other shapes round otherwise.
     """
+    short, long = (torch.arange(length) * 7919 + 3 for length in (SHORT, LONG))
+    return _outputs(packed, output, [short, short, long, long])
+
+
+def _known(packed: PackedModel, ids: Tensor) -> Tensor:
+    """``ids`` as tokens of the vocabulary that are no placeholders of images."""
     config = packed.model.config
-    ids = torch.arange(int(config.get_text_config().vocab_size))
+    tokens = torch.arange(int(config.get_text_config().vocab_size))
     names = ("image_token_id", "video_token_id")
     placeholders = [number for name in names if isinstance(number := getattr(config, name, None), int)]
-    known = ids[~torch.isin(ids, torch.tensor(placeholders, dtype=torch.long))]
-    short, long = (torch.arange(length) * 7919 + 3 for length in (SHORT, LONG))
-    near = [torch.arange(SHORT + 1) * 104729 + 17 * number for number in (1, 2, 3)]
-    first, second = (
-        _outputs(packed, output, [known[ids % len(known)] for ids in sequences])
-        for sequences in ([short, near[0], short, near[1], near[2]], [short, short, long, long])
-    )
-    return [first[0], first[2], second[0], second[1]], [second[2], second[3]]
+    known = tokens[~torch.isin(tokens, torch.tensor(placeholders, dtype=torch.long))]
+    return known[ids % len(known)]
 
 
-def _outputs(packed: PackedModel, output: OutputName, sequences: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The outputs of each of ``sequences``, packed."""
-    batch = SequenceBatch.from_sequences(sequences).to(next(packed.parameters()).device)
+def _outputs(packed: PackedModel, output: OutputName, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of each of ``sequences``, packed, whose numbers stand for tokens of the vocabulary."""
+    known = [_known(packed, numbers) for numbers in sequences]
+    batch = SequenceBatch.from_sequences(known).to(next(packed.parameters()).device)
     with torch.no_grad():
         values: Tensor = packed(batch, (output,))[output].float()
-    parts: Sequence[Tensor] = values.split(1 if output == "scores" else batch.lengths)
-    return parts
+    return list(values.split(1 if output == "scores" else batch.lengths))
 
 
 @contextmanager
