@@ -193,7 +193,7 @@ def doctor(  # noqa: PLR0913, PLR0917  (the options of a command)
     data: Annotated[
         Path | None,
         typer.Option(
-            "--data", help="Sequences, one in a line: token ids, a text or a chat.", metavar="FILE.jsonl"
+            "--data", help="Sequences, a line each: token ids, a text or a chat.", metavar="FILE.jsonl"
         ),
     ] = None,
     dtype: Annotated[
