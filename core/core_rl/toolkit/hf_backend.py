@@ -67,9 +67,9 @@ def check_packing(packed: PackedModel, dtype: DType) -> None:
     copies of the short sequence and of a long one, which is longer than the model's `THRESHOLDS`, scaled down for the
     probe. All copies of a sequence get the same inputs, so they must get the same outputs.
 
-    In bfloat16 a trained model makes nats of a last bit at some tokens (3.8 at a token of SmolLM2 at tp3, where sums over
-    ranks round by a token's place). There most tokens have to be the same at any place, and all of them at the same
-    place next to other neighbours.
+    In bfloat16 a trained model makes nats of a last bit at some tokens: 3.8 at a token of SmolLM2 at tp3, where sums
+    over ranks round by a token's place. There most tokens have to be the same at any place, and all of them at the
+    same place next to other neighbours.
 
     Args:
         packed: the model in evaluation mode, with its weights.
