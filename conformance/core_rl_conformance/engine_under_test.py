@@ -419,7 +419,7 @@ class EngineUnderTest:
         """
         truth, loss, mistakes = expected.oracle, metrics["loss"], expected.mistakes
         grads = group.named_tensors("grads")
-        of_loss = partial(explain_loss, loss, expected.loss, mistakes, again)
+        of_loss = partial(explain_loss, loss, truth.loss, expected.loss, mistakes, again)
         self.verify_loss(f"the loss {label}", loss, expected, explain=of_loss)
         of_grads = partial(explain_named, grads, expected.tolerances, mistakes, again)
         values = grads, truth.grads, expected.tolerances

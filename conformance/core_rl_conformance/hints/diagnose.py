@@ -253,6 +253,8 @@ Again = Callable[[], tuple[float, Mapping[str, Tensor]]]
 """The same pass once more: its loss, and its gradients by name."""
 EXPLAINED = 4.0
 """Times the tolerance of the right values, without a mistake."""
+UNEXPLAINED = 0.1
+"""The part of an error that a mistake may leave: small errors are near many mistakes."""
 
 
 def explain_tokens(
@@ -272,11 +274,13 @@ def explain_tokens(
     return next((sentence for sentence, wrong in mistakes() if _fits(got, expected, wrong, near)), None)
 
 
-def explain_loss(got: float, tolerance: Tolerance, mistakes: Mistakes, again: Again | None) -> str | None:
+def explain_loss(
+    got: float, expected: float, tolerance: Tolerance, mistakes: Mistakes, again: Again | None
+) -> str | None:
     """The same for the loss of a pass."""
     if again is not None and not abs((second := again()[0]) - got) <= tolerance.limit:
         return _not_deterministic(abs(second - got))
-    near = EXPLAINED * tolerance.limit
+    near = min(EXPLAINED * tolerance.limit, UNEXPLAINED * abs(got - expected))
     return next((sentence for sentence, wrong in mistakes() if abs(wrong.loss - got) <= near), None)
 
 

@@ -156,7 +156,7 @@ def _fraction(value: float) -> Fraction | None:
 def constant_factor(got: Tensor, expected: Tensor, tolerance: Tolerance) -> float | None:
     """The number that all of ``expected`` was multiplied by (up to 0.1 %), if there is one other than 1.
 
-    It must explain every entry, entries near 0 included.
+    It must explain every entry, entries near 0 included, but for a tenth of its distance from 1.
     """
     got, expected = got.detach().double().flatten(), expected.detach().double().flatten()
     if got.numel() < 2 or not bool(torch.isfinite(got).all()):
@@ -167,5 +167,8 @@ def constant_factor(got: Tensor, expected: Tensor, tolerance: Tolerance) -> floa
     factor = float((got[large] / expected[large]).median())
     if not factor or abs(factor - 1) <= 1e-6:
         return None
-    allowed = 1e-3 * abs(factor) * expected.abs() + max(1.0, abs(factor)) * tolerance.limit
+    allowed = (
+        min(1e-3 * abs(factor), 0.1 * abs(factor - 1)) * expected.abs()
+        + max(1.0, abs(factor)) * tolerance.limit
+    )
     return factor if bool(((got - factor * expected).abs() <= allowed).all()) else None

@@ -268,7 +268,7 @@ def verify_gradients(
         place, value = f"{label} ({cut})", metrics["loss"]
         of_grads = partial(explain, partial(explain_named, grads, allowed))
         subject.verify_named(f"gradients of {place}", grads, right, allowed, explain=of_grads)
-        of_loss = partial(explain, partial(explain_loss, value, loss_tolerance))
+        of_loss = partial(explain, partial(explain_loss, value, truth.loss, loss_tolerance))
         if abs(truth.loss) > torch.finfo(torch.float32).eps:
             subject.verify_scalar(f"the loss of {place}", value, truth.loss, loss_tolerance, explain=of_loss)
         if "grad_norm" in metrics and of is None:

@@ -11,6 +11,7 @@ from core_rl_conformance.hints.diagnose import LOOKS_LIKE
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 
 BASICS = {
+    "I7.layers": 0,
     "I7.logprobs": 0,
     "I7.rollout-logprobs": 0,
     "I7.entropy": 1,

@@ -98,6 +98,7 @@ SHAPES = {
     r"multiplied by 0\.25 \(1/4\)": 0.25 * VALUES,
     "multiplied by -1": -VALUES,
     r"multiplied by 1\.41421 \(sqrt\(2\)\)": 2**0.5 * VALUES,
+    r"multiplied by 1\.0003": 1.0003 * VALUES,
     r"off by \+0\.5": VALUES + 0.5 * ~FIRST,
     "not finite": torch.where(POSITIONS % 3 == 1, torch.nan, VALUES),
     "all zero": torch.zeros_like(VALUES),
@@ -125,6 +126,12 @@ SHAPES = {
     "errors grow with the position": VALUES + NOISE * POSITIONS / LENGTH,
     "errors are everywhere and small": VALUES + 1e-3 * NOISE,
 }
+
+
+def test_small_errors_are_no_factor() -> None:
+    values = VALUES * (1 - 1e-4 * (3 - torch.arange(len(VALUES)) % 3 * 4))
+    problem = _problem(compare_tokens("values", list(values.split(BATCH.lengths)), EXPECTED, SMALL, PLACES))
+    assert "errors are everywhere and small" in problem and "multiplied" not in problem
 
 
 @pytest.mark.parametrize("hint", SHAPES)

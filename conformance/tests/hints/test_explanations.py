@@ -40,10 +40,12 @@ def test_mistake_in_some_values_is_explained() -> None:
 
 def test_losses_and_gradients_are_explained() -> None:
     grads, limits = {"weight": torch.ones(3)}, {"weight": SMALL}
-    assert explain_loss(2.0, SMALL, lambda: iter([("a mistake", WRONG)]), None) == "a mistake"
-    assert explain_loss(1.0, SMALL, lambda: iter([("a mistake", WRONG)]), lambda: (1.0, grads)) is None
-    message = explain_loss(2.0, SMALL, lambda: iter([("a mistake", WRONG)]), lambda: (2.5, grads))
+    assert explain_loss(2.0, 1.0, SMALL, lambda: iter([("a mistake", WRONG)]), None) == "a mistake"
+    assert explain_loss(1.0, 1.5, SMALL, lambda: iter([("a mistake", WRONG)]), lambda: (1.0, grads)) is None
+    message = explain_loss(2.0, 1.0, SMALL, lambda: iter([("a mistake", WRONG)]), lambda: (2.5, grads))
     assert message is not None and message.startswith("not deterministic")
+    assert explain_loss(2.0, 2.0 - 2e-5, SMALL, lambda: iter([("a mistake", WRONG)]), None) == "a mistake"
+    assert explain_loss(2.0 + 4e-6, 2.0 - 1e-5, SMALL, lambda: iter([("a mistake", WRONG)]), None) is None
     assert explain_named(grads, limits, lambda: iter([("a mistake", WRONG)]), None) == "a mistake"
     message = explain_named(grads, limits, lambda: iter(()), lambda: (2.0, {"weight": torch.zeros(3)}))
     assert message is not None and message.startswith("not deterministic")
