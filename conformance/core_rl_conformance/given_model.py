@@ -59,6 +59,7 @@ class GivenModel:
             dtypes=(dtype or profile.dtypes[0],),
             options=profile.options,
             waivers=() if target.kind == "train" else profile.waivers,
+            shared_servers=profile.shared_servers,
         )
         if problem := next(given.undeclared_layouts(target.spec), ""):
             raise ConfigError(f"{name!r}: {problem}")

@@ -79,10 +79,8 @@ def check_packing(packed: PackedModel, dtype: DType) -> None:
     with small_thresholds(packed.model):
         near, far = _among_neighbours(packed, output, 0), _next_to_long(packed, output)
         spreads = torch.cat([_spread([*near, *far[:2]]), _spread(far[2:])])
-        error, allowed = (
-            float(spreads.max()),
-            TOLERANCE[dtype] * max(1.0, *(float(part.abs().max()) for part in far)),
-        )
+        error = float(spreads.max())
+        allowed = TOLERANCE[dtype] * max(1.0, *(float(part.abs().max()) for part in far))
         if error > allowed and dtype == "bfloat16":
             others = _among_neighbours(packed, output, 5)
             changes = [float(_spread(pair).max()) for pair in zip(near, others, strict=True)]
