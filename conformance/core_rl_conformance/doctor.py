@@ -52,7 +52,7 @@ STAGES: Mapping[str, Sequence[str]] = {
         "I6.masked-tokens",
     ),
     "norm": ("I4.grad-norm",),
-    "optimizer step": ("I20.adamw", "I4.clipping", "I1.train-batch", "I16.all-masked"),
+    "optimizer step": ("I1.train-batch", "I4.clipping", "I20.adamw", "I16.all-masked"),
     "export": ("I10.export", "I10.import"),
     "checkpoint": ("I11.resume",),
     "sync": ("I12.disk", "I12.tensor", "I12.receive-disk", "I12.receive-tensor"),
