@@ -1,10 +1,15 @@
-"""Cases of a sampled test that `nox -s tests` leaves to `nox -s nightly`."""
+"""Settings of all tests, and cases of a sampled test that `nox -s tests` leaves to `nox -s nightly`."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Other work on the machine makes a test slow, not wrong.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 # Before pytest deselects by marker.

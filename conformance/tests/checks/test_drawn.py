@@ -21,7 +21,7 @@ def _built(code: str) -> dict[str, Any]:
     return names
 
 
-@settings(derandomize=True, deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(derandomize=True, max_examples=30, suppress_health_check=list(HealthCheck))
 @given(batches())
 def test_printed_code_rebuilds_batch(drawn: DrawnBatch) -> None:
     names, expected = _built(drawn.code(VOCABULARY)), drawn.ragged(VOCABULARY).batch()

@@ -144,7 +144,7 @@ def test_only_known_token_error_shapes_are_named(hint: str) -> None:
     assert [shape for shape in SHAPES if re.search(shape, problem)] == [hint], problem
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(wrong=st.sets(st.sampled_from((~FIRST).nonzero()[:, 0].tolist()), min_size=1))
 def test_token_set_matches_wrong_tokens_exactly(
     wrong: set[int],

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core_rl_conformance.engine_under_test import EngineUnderTest
@@ -33,7 +33,6 @@ def draw(probabilities: torch.Tensor, seed: int) -> list[int]:
     return torch.multinomial(probabilities, DRAWS, replacement=True, generator=generator).tolist()
 
 
-@settings(deadline=None)
 @given(draws=st.integers(1, 30), data=st.data(), probability=st.floats(0.0, 1.0))
 def test_tails_match_binomial_distribution(draws: int, data: st.DataObject, probability: float) -> None:
     count = data.draw(st.integers(0, draws))

@@ -7,7 +7,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from report_support import EVERYTHING, case, measured, report
@@ -23,7 +23,6 @@ def test_json_and_back_loses_nothing() -> None:
     assert Report.model_validate_json(EVERYTHING.model_dump_json()) == EVERYTHING
 
 
-@settings(deadline=None)
 @given(error=st.floats(), limit=st.floats(min_value=0))
 def test_json_is_standard_whatever_was_measured(error: float, limit: float) -> None:
     text = measured(error, limit).model_dump_json()

@@ -45,7 +45,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]], tuple[slice
     return shape, bounds, draw(st.one_of(st.none(), st.just(tuple(slice(*end) for end in ends))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     cuts(),
     st.integers(1, 4),
@@ -77,7 +77,7 @@ def test_any_slice_of_any_cut_is_read(
         assert found.is_contiguous()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cuts(), st.randoms(use_true_random=False))
 def test_uncovered_region_is_refused(
     case: tuple[tuple[int, ...], list[list[int]], tuple[slice, ...] | None], random: Any

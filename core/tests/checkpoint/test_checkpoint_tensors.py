@@ -191,7 +191,7 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
         max_size=12,
     )
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_dtypes_in_any_order_come_back(made: list[tuple[torch.dtype, list[int]]]) -> None:
     generator = torch.Generator().manual_seed(len(made))
     tensors = {

@@ -153,7 +153,7 @@ def test_exports_stop_at_all_end_tokens(
         },
     )
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_older_generation_fields_survive_an_export(
     generation: dict[str, Any] | None, older: dict[str, Any]
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core_rl.config.loading import apply_overrides, load_yaml, parse_overrides
@@ -59,7 +59,6 @@ def test_nan_is_a_number() -> None:
     assert math.isnan(parse_overrides(["x=.nan"])[0][1])
 
 
-@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_every_float_survives_python_s_own_notation(value: float) -> None:
     assert parse_overrides([f"x={value!r}"]) == [(("x",), value)]

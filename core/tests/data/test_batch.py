@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core_rl.data.batch import SequenceBatch
@@ -137,7 +137,6 @@ LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=8) | st.lists(
 
 
 @given(LENGTHS, st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_select_and_concat_are_inverse(lengths: list[int], random: Any) -> None:
     batch = make_batch(lengths)
     order = list(range(len(lengths)))
@@ -151,7 +150,6 @@ def test_select_and_concat_are_inverse(lengths: list[int], random: Any) -> None:
 
 
 @given(LENGTHS, st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_selected_sequences_may_repeat(lengths: list[int], random: Any) -> None:
     batch = make_batch(lengths)
     order = [random.randrange(len(lengths)) for _ in lengths]
@@ -159,7 +157,6 @@ def test_selected_sequences_may_repeat(lengths: list[int], random: Any) -> None:
 
 
 @given(LENGTHS, st.integers(1, 4), st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_split_selects_each_part_and_gathers_once(lengths: list[int], count: int, random: Any) -> None:
     batch = make_batch(lengths, unit=list(range(len(lengths))))
     order = list(range(len(lengths)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core_rl.backend.steps import MicroBatches
@@ -47,7 +47,6 @@ PATCHES = st.lists(st.sampled_from([0, 4, 8]), min_size=1, max_size=9)
 
 
 @given(PATCHES, st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_images_travel_with_their_sequences(patches: list[int], random: Any) -> None:
     batch = pictured(patches)
     order = random.choices(range(len(patches)), k=len(patches))
@@ -67,7 +66,6 @@ def test_images_travel_with_their_sequences(patches: list[int], random: Any) -> 
 
 
 @given(PATCHES, st.integers(1, 4))
-@settings(deadline=None)
 def test_shards_and_micro_batches_lose_no_image(patches: list[int], ranks: int) -> None:
     batch = pictured(patches)
     spec = MicroBatchSpec(max_tokens=max(batch.computed_lengths))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cost_support import Comparable, CountedCalls
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core_rl.backend.steps import MicroBatches
@@ -37,7 +37,6 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=0, max_size=12)
 
 
 @given(LENGTHS, st.integers(9, 30), st.integers(0, 3))
-@settings(deadline=None)
 def test_a_token_budget_holds_and_nothing_is_lost(lengths: list[int], budget: int, more: int) -> None:
     batch, spec = ragged(lengths), MicroBatchSpec(max_tokens=budget)
     count = count_micro_batches(batch, spec) + more
@@ -48,7 +47,6 @@ def test_a_token_budget_holds_and_nothing_is_lost(lengths: list[int], budget: in
 
 
 @given(LENGTHS, st.integers(1, 6))
-@settings(deadline=None)
 def test_parts_by_count_are_balanced(lengths: list[int], count: int) -> None:
     plan = plan_micro_batches(ragged(lengths), MicroBatchSpec(count=count), count)
     loads = [sum(lengths[i] for i in part) for part in plan]
@@ -58,7 +56,6 @@ def test_parts_by_count_are_balanced(lengths: list[int], count: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=10), st.integers(1, 4))
-@settings(deadline=None)
 def test_units_are_never_separated(items: list[tuple[int, int]], parts: int) -> None:
     lengths, units = [n for n, _ in items], [u for _, u in items]
     batch = ragged(lengths, units)
@@ -69,7 +66,6 @@ def test_units_are_never_separated(items: list[tuple[int, int]], parts: int) -> 
 
 
 @given(LENGTHS | st.lists(st.integers(WHOLE_FROM, WHOLE_FROM + 9), max_size=4), st.integers(1, 5))
-@settings(deadline=None)
 def test_outputs_of_shards_come_back_in_order(lengths: list[int], parts: int) -> None:
     batch = ragged(lengths)
     pieces = shard(batch, parts)

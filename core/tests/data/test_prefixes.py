@@ -6,7 +6,7 @@ from itertools import chain, combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core_rl.data.batch import SequenceBatch
@@ -23,7 +23,6 @@ def prefixes(rows: list[list[int]]) -> set[tuple[int, ...]]:
 
 
 @given(ROWS)
-@settings(deadline=None)
 def test_tree_has_each_prefix_once(rows: list[list[int]]) -> None:
     batch = SequenceBatch.from_sequences(rows)
     tree = PrefixTree.of(batch)
@@ -40,7 +39,6 @@ def test_tree_has_each_prefix_once(rows: list[list[int]]) -> None:
 
 
 @given(ROWS, st.integers(7, 20), st.integers(1, 4))
-@settings(deadline=None)
 def test_cuts_keep_sequences_and_budget(rows: list[list[int]], budget: int, count: int) -> None:
     batch = SequenceBatch.from_sequences(rows)
     spec = MicroBatchSpec(max_tokens=budget, share_prefixes=True)
@@ -79,7 +77,6 @@ def slowest(rows: list[list[int]], plan: list[list[int]]) -> int:
 
 
 @given(ROWS, st.sets(st.integers(0, 8)))
-@settings(deadline=None)
 def test_order_counts_tokens_of_any_part(rows: list[list[int]], drawn: set[int]) -> None:
     part = [index for index in sorted(drawn) if index < len(rows)]
     order = SequenceBatch.from_sequences(rows).prefix_order
@@ -87,7 +84,6 @@ def test_order_counts_tokens_of_any_part(rows: list[list[int]], drawn: set[int])
 
 
 @given(ROWS, st.integers(1, 4), st.data())
-@settings(deadline=None)
 def test_spread_slows_no_rank_and_keeps_units(rows: list[list[int]], ranks: int, data: st.DataObject) -> None:
     unit = data.draw(st.lists(st.integers(0, 5), min_size=len(rows), max_size=len(rows)))
     batch = SequenceBatch.from_sequences(rows, unit=torch.tensor(unit))
@@ -164,7 +160,6 @@ def all_cuts(count: int) -> list[list[range]]:
 
 
 @given(ROWS, st.integers(0, 20))
-@settings(deadline=None)
 def test_cut_within_a_budget_is_the_best(rows: list[list[int]], more: int) -> None:
     batch = SequenceBatch.from_sequences(rows)
     shared = SharedUnits.of(batch, [[index] for index in range(len(rows))])

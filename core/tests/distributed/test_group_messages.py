@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core_rl.distributed.channel import FRAME_HEADER as HEADER
@@ -24,7 +24,6 @@ def ends() -> Iterator[Ends]:
         yield left, right
 
 
-@settings(deadline=None)
 @given(messages=st.lists(st.lists(st.binary(max_size=300), max_size=4), max_size=4))
 def test_messages_arrive_in_order(messages: list[list[bytes]]) -> None:
     left, right = socket.socketpair()

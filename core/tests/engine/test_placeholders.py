@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -64,7 +64,6 @@ SIZES = st.lists(st.tuples(st.sampled_from([2, 4, 6]), st.sampled_from([2, 4, 6]
 
 
 @given(st.lists(SIZES, min_size=1, max_size=4), st.integers(-1, 1))
-@settings(deadline=None)
 def test_grids_count_placeholders(images: list[list[tuple[int, int]]], surplus: int) -> None:
     media = [gridded(*sizes) if sizes else {} for sizes in images]
     counts = [sum(height * width // 4 for height, width in sizes) for sizes in images]

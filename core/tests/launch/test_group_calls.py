@@ -80,7 +80,7 @@ def test_metrics_come_from_the_parts_output_rank(group: EngineGroup) -> None:
     }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=9), temperature=st.sampled_from([1.0, 0.5]))
 def test_forward_restores_the_order(group: EngineGroup, lengths: list[int], temperature: float) -> None:
     batch = batch_of(*lengths)
@@ -88,7 +88,7 @@ def test_forward_restores_the_order(group: EngineGroup, lengths: list[int], temp
     assert torch.equal(output.logprobs, batch.input_ids * temperature)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=9))
 def test_hook_results_return_in_caller_order(group: EngineGroup, lengths: list[int]) -> None:
     batch = batch_of(*lengths)

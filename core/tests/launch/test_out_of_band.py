@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -31,7 +31,6 @@ def address(part: Buffer) -> int:
     return np.frombuffer(part, dtype=np.uint8).ctypes.data
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 40), max_size=3),
     st.sampled_from(DTYPES),

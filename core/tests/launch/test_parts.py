@@ -7,7 +7,7 @@ from typing import Any
 
 import group_support as support
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -44,7 +44,6 @@ def arrived(value: object) -> Any:
     return unpacked([memoryview(bytearray(part)) for part in packed(value)])
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([1, 2, 7, SMALLEST_BYTES]), max_size=7),
     st.integers(1, 4),

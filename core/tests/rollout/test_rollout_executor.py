@@ -191,7 +191,7 @@ class Aging:
         return one_token(version) if data["accept"] else None
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     samples=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=12, max_size=40),
     batch=st.integers(1, 4),
@@ -335,7 +335,7 @@ class Numbered:
         return None if data["key"] % 7 == 6 else one_token(data["key"])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(batch=st.integers(1, 4), ahead=st.integers(0, 3), stops=st.sets(st.integers(1, 5)))
 def test_interruptions_lose_nothing_and_count_nothing_twice(batch: int, ahead: int, stops: set[int]) -> None:
     """A new executor, and a loader that continues where the first one stopped, after each of the steps ``stops``."""

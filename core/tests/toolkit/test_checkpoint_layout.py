@@ -77,7 +77,7 @@ def test_fused_piece_keeps_no_full_tensor_alive() -> None:
         assert part.is_contiguous() and part.untyped_storage().nbytes() == part.numel() * part.element_size()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data(), st.booleans())
 def test_boxes_are_views_at_their_offsets(data: st.DataObject, transposed: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -131,7 +131,7 @@ def test_balance_loss_of_even_and_collapsed_routing() -> None:
     assert balance_loss([collapsed, even], bounds) == pytest.approx((4 * 4 + 4) / 2)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_the_balance_of_sequences_adds_up(lengths: list[int]) -> None:
     rows = [_routing(length, seed) for seed, length in enumerate(lengths)]

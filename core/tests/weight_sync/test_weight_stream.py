@@ -69,7 +69,7 @@ def passed(tensors: Iterable[tuple[str, Tensor]], subject: WeightUpdateMeta) -> 
         return arrival.result(20)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(shapes=SHAPES, bucket_bytes=st.sampled_from([1, 100, 1000, 1 << 28]), verify=st.booleans())
 def test_everything_arrives_once_and_in_order(
     shapes: list[tuple[list[int], torch.dtype]], bucket_bytes: int, verify: bool

@@ -62,7 +62,7 @@ def plain_rloo(reward: float, peers: Sequence[float]) -> float:
     ],
     ids=["grpo", "dr_grpo", "rloo"],
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rewards=st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=12), seed=st.integers(0, 99))
 def test_group_rules_compare_each_reward_with_its_group(
     rule: Callable[[Tensor, Tensor], Tensor],
@@ -112,7 +112,7 @@ def test_sequence_values_spread_to_their_tokens() -> None:
 # ---------------------------------------------------------------------- tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     counts=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     decay=st.floats(0, 1),
@@ -129,7 +129,7 @@ def test_discounted_sums_are_the_recurrence(counts: list[int], decay: float, see
         assert sums[t] == pytest.approx(after, rel=1e-12, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=lengths_strategy,
     gamma=st.floats(0, 1),
@@ -176,7 +176,7 @@ def test_gae_without_discount_is_return_minus_value() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=lengths_strategy, prompt=st.integers(0, 4), seed=st.integers(0, 99))
 def test_token_rewards_add_penalties_and_final_reward(lengths: list[int], prompt: int, seed: int) -> None:
     batch = ragged_batch(lengths, seed, prompt)
@@ -209,7 +209,7 @@ def test_groups_with_signal_have_differing_rewards() -> None:
 # ------------------------------------------------------------------- whitening
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(2, 9), min_size=1, max_size=7), seed=st.integers(0, 99))
 def test_whitened_values_have_mean_0_and_variance_1(lengths: list[int], seed: int) -> None:
     batch = ragged_batch(lengths, seed)

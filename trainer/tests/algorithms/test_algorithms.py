@@ -44,7 +44,7 @@ lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=7)
 # ------------------------------------------------------------------ aggregation
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=lengths_strategy, prompt=st.integers(0, 4), seed=st.integers(0, 99))
 @pytest.mark.parametrize("how", AGGREGATIONS)
 def test_aggregation_is_the_mean_of_its_name(
@@ -155,7 +155,7 @@ def weighted_batch(lengths: list[int], seed: int = 0) -> SequenceBatch:
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=ids)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(2, 9), min_size=1, max_size=6),
     seed=st.integers(0, 99),
@@ -363,7 +363,7 @@ def test_sft_loss_is_the_mean_negative_log_likelihood(how: Aggregation) -> None:
 
 
 @pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTConfig(), SFTConfig(aggregation="sequence_mean")], ids=ids)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(lengths=st.lists(st.integers(2, 9), min_size=2, max_size=7), count=st.integers(2, 5))
 def test_micro_batches_leave_gradients_and_metrics_equal(loss: Any, lengths: list[int], count: int) -> None:
     spec = loss.spec() if isinstance(loss, SFTConfig) else loss.spec(0.7)

@@ -473,7 +473,7 @@ def test_the_critic_learns_the_returns() -> None:
         critic.train_step(engine, rollout_batch(), ONE)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(2, 9), min_size=1, max_size=6),
     seed=st.integers(0, 99),

@@ -47,7 +47,7 @@ def plain_weights(correction: Correction, batch: SequenceBatch) -> tuple[list[fl
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: c.type)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7), seed=st.integers(0, 99))
 def test_weights_and_metrics_are_the_papers(correction: Correction, lengths: list[int], seed: int) -> None:
     batch = ragged_batch(lengths, seed)

@@ -73,7 +73,7 @@ def plain_dpo(logprobs: list[float], batch: SequenceBatch, loss: DPOConfig) -> l
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.variant}-{loss.label_smoothing}")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=pairs_strategy, seed=st.integers(0, 99))
 def test_dpo_losses_are_the_papers(loss: DPOConfig, lengths: list[int], seed: int) -> None:
     batch = pair_batch(lengths, seed)
@@ -92,7 +92,7 @@ def test_ties_count_as_half_in_reward_accuracy() -> None:
 
 @pytest.mark.parametrize("center", [0.0, 0.3])
 @pytest.mark.parametrize("margin", [False, True])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=pairs_strategy, seed=st.integers(0, 99))
 def test_the_reward_loss_is_bradley_terry(center: float, margin: bool, lengths: list[int], seed: int) -> None:
     batch = pair_batch(lengths, seed)
@@ -113,7 +113,7 @@ def test_the_reward_loss_is_bradley_terry(center: float, margin: bool, lengths: 
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.variant}-{loss.label_smoothing}")
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(lengths=pairs_strategy, budget=st.integers(18, 60))
 def test_micro_batches_keep_pairs_and_gradients(loss: DPOConfig, lengths: list[int], budget: int) -> None:
     batch, engine = pair_batch(lengths), BigramEngine()

@@ -301,7 +301,7 @@ def difference(image: Image.Image, values: np.ndarray) -> float:
     return float(np.abs(np.asarray(image).astype(float) - values).max())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(mode=st.sampled_from((*COLOURS, *ALPHAS, *DEPTHS)), seed=st.integers(0, 2**32 - 1))
 def test_each_mode_becomes_rgb_over_white(mode: str, seed: int) -> None:
     image = picture(mode, seed)

@@ -63,7 +63,7 @@ def trained_text(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
 
 
 @CASES
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(prompt=TEXTS.map(lambda text: text.replace("</s>", "") + "."), answer=TEXTS)
 def test_completions_continue_their_prompt(name: str, prompt: str, answer: str) -> None:
     tokenizer, lossless = TOKENIZERS[name]
@@ -85,7 +85,7 @@ def test_completions_continue_their_prompt(name: str, prompt: str, answer: str) 
 
 
 @CASES
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(before=PLAIN, text=PLAIN)
 @example(before="hello", text="\u0301 yes")
 @example(before="A", text="\u0301")
@@ -101,7 +101,7 @@ def test_pieces_keep_their_letters(name: str, before: str, text: str) -> None:
 
 
 @CASES
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(before=PLAIN, text=PLAIN)
 def test_only_tokens_over_both_pieces_are_refused(name: str, before: str, text: str) -> None:
     tokenizer, lossless = TOKENIZERS[name]
@@ -115,7 +115,7 @@ def test_only_tokens_over_both_pieces_are_refused(name: str, before: str, text: 
 
 
 @CASES
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(before=PLAIN, text=PLAIN, ended=st.booleans())
 def test_replies_are_read_as_they_are_meant(name: str, before: str, text: str, ended: bool) -> None:
     tokenizer, lossless = TOKENIZERS[name]
@@ -127,7 +127,7 @@ def test_replies_are_read_as_they_are_meant(name: str, before: str, text: str, e
 
 
 @CASES
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(text=TEXTS, marks=st.lists(st.booleans(), min_size=40, max_size=40))
 def test_runs_are_parts_of_the_whole(name: str, text: str, marks: list[bool]) -> None:
     tokenizer = TOKENIZERS[name].tokenizer
@@ -139,7 +139,7 @@ def test_runs_are_parts_of_the_whole(name: str, text: str, marks: list[bool]) ->
 
 
 @CASES
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(text=TEXTS)
 def test_whole_texts_are_trained(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name].tokenizer
@@ -150,7 +150,7 @@ def test_whole_texts_are_trained(name: str, text: str) -> None:
 
 
 @CASES
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(turns=st.lists(PLAIN, min_size=2, max_size=4).filter(lambda turns: len(turns) % 2 == 0))
 def test_turns_are_those_of_the_joined_chat(name: str, turns: list[str]) -> None:
     tokenizer, lossless = TOKENIZERS[name]
@@ -176,7 +176,7 @@ def test_turns_are_those_of_the_joined_chat(name: str, turns: list[str]) -> None
 
 
 @CASES
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(pieces=st.tuples(PLAIN, PLAIN))
 def test_ambiguous_text_is_shown_with_ids(name: str, pieces: tuple[str, str]) -> None:
     tokenizer = TOKENIZERS[name].tokenizer

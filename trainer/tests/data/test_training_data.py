@@ -55,7 +55,7 @@ def test_fields_of_a_row_are_never_replaced(tmp_path: Path, tokenizer: Any) -> N
         assert {name: sample[name] for name in row} == row
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(size=st.integers(1, 20), seed=st.integers(0, 50), drawn=st.integers(0, 45))
 def test_the_order_goes_on_where_it_was(size: int, seed: int, drawn: int) -> None:
     order = ShuffledOrder(size, seed)
@@ -84,7 +84,7 @@ def test_batches_resume_at_their_position(dataset: SampleDataset, drawn: int) ->
     assert [next(resumed) for _ in range(6)] == [next(batches) for _ in range(6)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     answers=st.lists(st.sampled_from(["0.50", "1e3", '"068"', "null", "[1.0]"]), min_size=2),
     seed=st.integers(0, 9),

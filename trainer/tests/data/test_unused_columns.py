@@ -138,7 +138,7 @@ def advised(
 
 
 @pytest.mark.parametrize("kind", [DEMONSTRATIONS, PREFERENCES, PROMPTS], ids=lambda kind: str(kind.name))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(names=st.lists(st.sampled_from(sorted(COLUMNS)), min_size=2, max_size=8, unique=True))
 def test_no_column_is_lost(tmp_path: Path, kind: ExampleKind, names: list[str]) -> None:
     row = {name: COLUMNS[name] for name in names}

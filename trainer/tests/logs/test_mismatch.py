@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core_rl.data.batch import SequenceBatch
@@ -57,7 +57,6 @@ def trained(rows: list[Tokens]) -> Tokens:
     return [token for row in rows for token in row[1:] if token[2]]
 
 
-@settings(deadline=None)
 @given(RAGGED)
 def test_mismatch_equals_formulas(rows: list[Tokens]) -> None:
     trainer, batch = make(rows)
@@ -69,7 +68,6 @@ def test_mismatch_equals_formulas(rows: list[Tokens]) -> None:
         assert all(math.isnan(value) for value in actual.values())
 
 
-@settings(deadline=None)
 @given(RAGGED, st.integers(3, 5))
 def test_each_lag_is_measured_by_itself(rows: list[Tokens], version: int) -> None:
     trainer, batch = make(rows)
@@ -80,7 +78,6 @@ def test_each_lag_is_measured_by_itself(rows: list[Tokens], version: int) -> Non
     assert mismatch_by_lag(trainer, batch, version) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(RAGGED, st.integers(3, 5))
 def test_staleness_counts_tokens_and_mixed_answers(rows: list[Tokens], version: int) -> None:
     _, batch = make(rows)

@@ -149,7 +149,7 @@ def _inside(chart: Chart) -> bool:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.one_of(st.none(), st.floats(), st.floats(-9, 9)),

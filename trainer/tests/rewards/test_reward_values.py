@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core_rl.errors import RolloutError
@@ -163,7 +163,6 @@ LEAVES = st.one_of(
 NESTED = st.recursive(LEAVES, lambda v: st.lists(v) | st.dictionaries(st.text(), v) | st.tuples(v))
 
 
-@settings(deadline=None)
 @given(NESTED)
 def test_samples_are_strict_json(value: Any) -> None:
     json.dumps(json.loads(json_text(value), parse_constant=pytest.fail), allow_nan=False)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from training_support import make_tokenizer
 
@@ -297,7 +297,6 @@ def test_settings_out_of_range_are_all_named() -> None:
 # ------------------------------------------------------------ answers after an abort
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), max_size=4), st.integers(1, 12), st.sampled_from([None, 7]))
 def test_an_aborted_answer_goes_on_from_its_tokens(aborts: list[int], limit: int, seed: int | None) -> None:
     engine = Counter(per_answer=3, abort_after=aborts)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rollout_support import ToyBackend, eventually, toy_config, toy_spec
 from workflow_support import Echo
@@ -150,7 +150,6 @@ def test_hanging_reward_times_out() -> None:
         asyncio.run(workflow.arun_episode(Echo(), SAMPLE, 0))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**63 - 1), st.lists(st.tuples(st.integers(0, 999), st.integers(0, 99)), unique=True))
 def test_seeds_differ_and_stay_in_range(seed: int, paths: list[tuple[int, int]]) -> None:
     seeds = {derive_seed(seed, *path) for path in paths}
@@ -158,7 +157,6 @@ def test_seeds_differ_and_stay_in_range(seed: int, paths: list[tuple[int, int]])
     assert all(0 <= derived < 2**63 for derived in seeds)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=6))
 def test_packed_ragged_responses_keep_token_values(shapes: list[tuple[int, int]]) -> None:
     responses = [
