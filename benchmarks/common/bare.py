@@ -97,7 +97,14 @@ def shard_model(model: nn.Module) -> nn.Module:
 
 def pack(ids: Sequence[Tensor], budget: int) -> list[MicroBatch]:
     """Equally many and balanced bins on all ranks."""
-    count = int(_over_ranks(_first_fit(ids, budget), dist.ReduceOp.MAX))
+    loads: list[int] = []  # of the bins that first-fit-decreasing needs
+    for length in sorted(map(len, ids), reverse=True):
+        home = next((n for n, load in enumerate(loads) if load + length <= budget), None)
+        if home is None:
+            loads.append(length)
+        else:
+            loads[home] += length
+    count = int(_over_ranks(len(loads), dist.ReduceOp.MAX))
     bins: list[list[Tensor]] = [[] for _ in range(count)]
     for row in sorted(ids, key=len, reverse=True):
         min(bins, key=lambda rows: sum(map(len, rows))).append(row)
@@ -107,18 +114,6 @@ def pack(ids: Sequence[Tensor], budget: int) -> list[MicroBatch]:
         positions = torch.cat([torch.arange(len(row)) for row in rows])
         packed.append((torch.cat(rows)[None], positions[None], bounds, None))
     return packed
-
-
-def _first_fit(ids: Sequence[Tensor], budget: int) -> int:
-    """The bins that first-fit-decreasing needs."""
-    loads: list[int] = []
-    for length in sorted(map(len, ids), reverse=True):
-        home = next((n for n, load in enumerate(loads) if load + length <= budget), None)
-        if home is None:
-            loads.append(length)
-        else:
-            loads[home] += length
-    return len(loads)
 
 
 def _over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:

@@ -65,7 +65,9 @@ def _loaded(
         with peaks_of(group.pids) as peaks:
             group.initialize()
         resident = [own_bytes(pid) - before for pid, before in zip(group.pids, peaks.before, strict=True)]
-    count = _parameters(arguments.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model))
+    count = sum(parameter.numel() for parameter in model.parameters())
     state = _config(engine, arguments, layout, trained=trained).state_bytes(count, count if trained else 0)
     part = state.weights + state.moments
     figure = (
@@ -115,12 +117,6 @@ def _stream(group: EngineGroup, path: Path) -> None:
     receiver.start()
     group.upload_weights(meta)
     receiver.join()
-
-
-def _parameters(path: Path) -> int:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _config(

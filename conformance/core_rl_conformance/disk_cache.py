@@ -41,15 +41,12 @@ class DiskCache:
             path.touch()  # read again, so it stays
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):  # none, or a broken one
             value = compute()
-            self._write(path, value)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # Under another name first: a reader sees the whole file or none.
+            unfinished = path.with_suffix(f".{uuid.uuid4().hex}")
+            torch.save(value, unfinished)
+            unfinished.replace(path)
         return value
-
-    def _write(self, path: Path, value: object) -> None:
-        """Under another name first: a reader sees the whole file or none."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{uuid.uuid4().hex}")
-        torch.save(value, unfinished)
-        unfinished.replace(path)
 
     def trim(self, largest: int = LARGEST) -> None:
         """Delete the oldest files beyond ``largest`` bytes in all."""

@@ -85,7 +85,8 @@ def text_of(check: Check) -> str:
 def checks_page(checks: Iterable[Check]) -> str:
     """All checks as Markdown, under their invariants."""
     ordered = sorted(checks, key=lambda check: natural_order(check.identifier))
-    parts = [HEAD, _table(ordered)]
+    rows = [f"| [{check.identifier}](#{check.anchor}) | {check.asks} | {check.title} |" for check in ordered]
+    parts = [HEAD, "\n".join(["| check | for | requirement |", "| --- | --- | --- |", *rows, ""])]
     invariant = ""
     for entry in ordered:
         group = entry.identifier.partition(".")[0]
@@ -96,12 +97,6 @@ def checks_page(checks: Iterable[Check]) -> str:
         paragraphs = "\n\n".join(paragraphs_of(entry.description))
         parts.append(f"### {entry.identifier}\n\nFor {entry.asks}.\n\n{paragraphs}\n")
     return "\n".join(parts)
-
-
-def _table(checks: Iterable[Check]) -> str:
-    """One line for each check, with a link to its entry."""
-    rows = [f"| [{check.identifier}](#{check.anchor}) | {check.asks} | {check.title} |" for check in checks]
-    return "\n".join(["| check | for | requirement |", "| --- | --- | --- |", *rows, ""])
 
 
 def described_checks() -> list[Check]:

@@ -162,7 +162,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Bring in the suite, which imports torch, if an engine is named."""
     if not _names_engines(config):
         return
-    if _runs_checks_itself(config):
+    # This process needs ranks, unless it only collects or pytest-xdist's workers run the checks.
+    distributes = bool(config.getoption("numprocesses", default=None)) and not hasattr(config, "workerinput")
+    if not config.getoption("collectonly") and not distributes:
         from core_rl.launch.process import start_fork_server
 
         # The ranks' transformers reads it when it is loaded; bars would hide messages of failed checks.
@@ -185,12 +187,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
         writer = ReportWriter(Path(config.getoption("core_rl_report")), config, session.summary)
         config.pluginmanager.register(writer, "core_rl_conformance.report")
-
-
-def _runs_checks_itself(config: pytest.Config) -> bool:
-    """Whether this process will need ranks. Not if it only collects, or has pytest-xdist's workers do the work."""
-    distributes = bool(config.getoption("numprocesses", default=None)) and not hasattr(config, "workerinput")
-    return not config.getoption("collectonly") and not distributes
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -136,7 +136,15 @@ class Oracle:
     def _alone(self, sequence: OracleSequence, temperature: float, refuse: bool) -> dict[str, Tensor]:
         with float64_only(refuse=refuse), watched(self.model, sequence.fields.get("routing")) as choices:
             ids = torch.tensor([sequence.input_ids])
-            _forget_lengths(self._rotary)
+            # Undo the changes for a longer sequence, which the kind ``dynamic`` keeps.
+            for module in self._rotary:
+                buffers = module._buffers
+                for name in [name for name in buffers if name.endswith("original_inv_freq")]:
+                    prefix = name.removesuffix("original_inv_freq")
+                    original = buffers[name]
+                    assert original is not None
+                    buffers[f"{prefix}inv_freq"] = original.clone()
+                    setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
             outputs = self._outputs(ids, media_arguments(self.model, ids, sequence.media), temperature)
             if choices:
                 outputs["aux_loss"] = balance(choices)
@@ -146,10 +154,20 @@ class Oracle:
     def _outputs(self, ids: Tensor, media: Mapping[str, Tensor], temperature: float) -> dict[str, Tensor]:
         if self.head == "lm":
             logits = self.model(input_ids=ids, use_cache=False, **media).logits[0]
-            return _language_outputs(logits, ids[0], temperature)
+            scaled = logits / temperature
+            log_p = scaled - torch.logsumexp(scaled, dim=-1, keepdim=True)
+            drawn = log_p[:-1].gather(-1, ids[0, 1:, None])[:, 0]  # row ``t - 1`` predicts token ``t``
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            return {
+                "logits": _one_later(scaled),
+                "logprobs": torch.cat([torch.zeros(1), drawn]),
+                "entropy": _one_later(entropy),
+            }
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
         assert callable(self.model.score)
-        return _scalar_outputs(self.model.score(hidden)[:, 0])
+        states = self.model.score(hidden)[:, 0]
+        # The value *before* token ``t`` comes from token ``t - 1``.
+        return {"values": _one_later(states), "bootstrap": states[-1], "scores": states[-1]}
 
     def evaluate(
         self, sequences: Sequence[OracleSequence], temperature: float = 1.0
@@ -201,36 +219,6 @@ class Oracle:
         means = {name: grad / weight for name, grad in grads.items()}
         self.model.zero_grad(set_to_none=True)
         return Gradients(loss=total / weight, weight=weight, grads=means)
-
-
-def _forget_lengths(rotary: Sequence[torch.nn.Module]) -> None:
-    """Undo the changes of rotary frequencies for a longer sequence, which the kind ``dynamic`` keeps."""
-    for module in rotary:
-        buffers = module._buffers
-        for name in [name for name in buffers if name.endswith("original_inv_freq")]:
-            prefix = name.removesuffix("original_inv_freq")
-            original = buffers[name]
-            assert original is not None
-            buffers[f"{prefix}inv_freq"] = original.clone()
-            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
-
-
-def _language_outputs(logits: Tensor, ids: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Row ``t - 1`` of the model's logits ``[L, V]`` predicts token ``t``; the first token has a row of zeros."""
-    scaled = logits / temperature
-    log_p = scaled - torch.logsumexp(scaled, dim=-1, keepdim=True)
-    drawn = log_p[:-1].gather(-1, ids[1:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return {
-        "logits": _one_later(scaled),
-        "logprobs": torch.cat([torch.zeros(1), drawn]),
-        "entropy": _one_later(entropy),
-    }
-
-
-def _scalar_outputs(states: Tensor) -> dict[str, Tensor]:
-    """``states [L]``: the head on each token; the value *before* token ``t`` comes from token ``t - 1``."""
-    return {"values": _one_later(states), "bootstrap": states[-1], "scores": states[-1]}
 
 
 def _one_later(values: Tensor) -> Tensor:

@@ -274,7 +274,9 @@ def _head_outputs(
     embeddings = model.get_output_embeddings()
     assert isinstance(embeddings, torch.nn.Module)
     behind = states[:-1] if trained is None else states[:-1][trained]
-    logits = _capped(embeddings(behind).float(), model) / temperature
+    logits = embeddings(behind).float()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    logits = (logits if cap is None else torch.tanh(logits / cap) * cap) / temperature
     if trained is not None:
         logits = logits.new_zeros(len(trained), logits.shape[1]).index_put((trained,), logits)
     logprobs, entropy = (
@@ -285,11 +287,6 @@ def _head_outputs(
         "entropy": torch.cat([zero, entropy]),
         "logits": torch.cat([zero.expand(1, logits.shape[1]), logits]),
     }
-
-
-def _capped(logits: Tensor, model: PreTrainedModel) -> Tensor:
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _log_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,9 @@ class RayHosts:
             deadline = time.monotonic() + self.wait_s
             try:
                 self._connect()
-                bundle = self._bundle()
+                gpus = self.ranks_per_machine if self._ray.cluster_resources().get("GPU") else 0
+                bundle = {"CPU": self.ranks_per_machine, "GPU": gpus, **self.resources}
+                bundle = {name: amount for name, amount in bundle.items() if amount}
                 while not self._machines:
                     self._reserve(bundle, deadline)
                     self._start_actors(bundle, deadline)
@@ -210,11 +212,6 @@ class RayHosts:
                 f"no Ray cluster at {self.address!r}: {first_line(error)}; {NO_CLUSTER}"
             ) from error
         self._is_driver_of_ray = True
-
-    def _bundle(self) -> dict[str, float]:
-        gpus = self.ranks_per_machine if self._ray.cluster_resources().get("GPU") else 0
-        bundle = {"CPU": self.ranks_per_machine, "GPU": gpus, **self.resources}
-        return {name: amount for name, amount in bundle.items() if amount}
 
     def _reserve(self, bundle: Mapping[str, float], deadline: float) -> None:
         """Make the placement group, which would wait for ever where it does not fit."""
@@ -322,10 +319,10 @@ def _misfits(infos: Sequence[MachineInfo]) -> Iterator[str]:
     """Machines with other versions than the driver has."""
     expected = versions()
     for number, info in enumerate(infos):
-        other = [name for name, version in expected.items() if info.versions[name] != version]
-        if other:
-            actual = " and ".join(f"{name} {info.versions[name]}" for name in other)
-            here = " and ".join(f"{name} {expected[name]}" for name in other)
+        differing = [name for name, version in expected.items() if info.versions[name] != version]
+        if differing:
+            actual = " and ".join(f"{name} {info.versions[name]}" for name in differing)
+            here = " and ".join(f"{name} {expected[name]}" for name in differing)
             yield (
                 f"machine {number} ({info.hostname}, {info.address}) has {actual}, and the driver {here}; install the "
                 "same versions"

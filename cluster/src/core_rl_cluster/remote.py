@@ -120,7 +120,11 @@ class RayMachine:
             ports = self._ray.get(self._actor.listen.remote(list(numbers)), timeout=CALL_S)
             starting = self._actor.start.remote(numbers, dict(environ))
             for (rank_id, rank), port in zip(ranks, ports, strict=True):
-                self.ranks[rank_id] = RayRank(rank, rank_id, self, self._connect(port, key))
+                sock = socket.create_connection((self.info.address, port), timeout=CONNECT_S)
+                set_lease(sock, self.lease_s)
+                channel = Channel(sock)
+                present_key(channel, key, time.monotonic() + CONNECT_S)
+                self.ranks[rank_id] = RayRank(rank, rank_id, self, channel)
             started = [self.ranks[rank_id] for rank_id in numbers]
             for place, pid in zip(started, self._ray.get(starting, timeout=START_S), strict=True):
                 place.pid = pid
@@ -132,13 +136,6 @@ class RayMachine:
                 raise cause from error
             raise GroupError(f"{self} did not start its ranks: {first_line(error)}") from error
         return started
-
-    def _connect(self, port: int, key: bytes) -> Channel:
-        sock = socket.create_connection((self.info.address, port), timeout=CONNECT_S)
-        set_lease(sock, self.lease_s)
-        channel = Channel(sock)
-        present_key(channel, key, time.monotonic() + CONNECT_S)
-        return channel
 
     def order(self, method: str, number: int) -> None:
         """Call ``method`` of the actor, without an answer."""

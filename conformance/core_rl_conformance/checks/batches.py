@@ -94,17 +94,12 @@ def batches_of_every_kind_follow_the_oracle(subject: EngineUnderTest) -> None:
     rows = sorted(rows_of(subject, OPTIONS, FEWEST), key=engine_of)
     for (head, frozen), group in groupby(rows, key=engine_of):
         model = subject.model(head=HEADS[head][0])
-        patterns = _patterns(subject, model, frozen)
+        names = subject.expected.oracle(model).parameters()
+        of_head = [name for name in names if name.startswith(("score.", "lm_head."))]  # none if it is tied
+        patterns = {"none": [], "head": of_head, "first layer": [subject.first_layer]}[frozen]
         engine = subject.start(model, frozen=patterns)
         for options in group:
             _verify(subject, engine, model, patterns, options)
-
-
-def _patterns(subject: EngineUnderTest, model: TinyModel, frozen: str) -> list[str]:
-    """Patterns of the frozen part; none for the head of a model that ties it."""
-    names = subject.expected.oracle(model).parameters()
-    head = [name for name in names if name.startswith(("score.", "lm_head."))]
-    return {"none": [], "head": head, "first layer": [subject.first_layer]}[frozen]
 
 
 def _verify(

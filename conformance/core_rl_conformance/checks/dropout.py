@@ -62,7 +62,9 @@ def masks_are_independent_draws(subject: EngineUnderTest) -> None:
     masks = PairMasks(subject)
     group = subject.start(masks.model, optimizer={"lr": 0.0})
     passes = [_watch(subject, group, masks, "in the first training pass")]
-    _verify_gradients(subject, group, masks, passes[0][1])
+    expected = masks.gradients(passes[0][1])
+    loss = {"loss": expected.oracle.loss}  # it follows from the log-probs
+    subject.verify_gradients("with the masks of the forward pass", group, loss, expected)
     group.optimizer_step()
     _verify_off(subject, group, masks, "after an optimizer step")
     passes.append(_watch(subject, group, masks, "in training after an optimizer step and a forward()"))
@@ -89,15 +91,6 @@ def _watch(
     data = masks.long_data if long else masks.data
     metrics = group.forward_backward(data.batch(), masks.loss.spec(), CUT)
     return when, masks.found(subject, when, metrics)
-
-
-def _verify_gradients(
-    subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, keep_mask: Tensor
-) -> None:
-    """Compare with the gradients of the model that has these masks."""
-    expected = masks.gradients(keep_mask)
-    loss = {"loss": expected.oracle.loss}  # it follows from the log-probs
-    subject.verify_gradients("with the masks of the forward pass", group, loss, expected)
 
 
 def _verify_off(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, when: str) -> None:
@@ -194,15 +187,20 @@ def _watch_inputs(
     metrics = group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
     grads = adapter_of(group.named_tensors("grads"))
     group.optimizer_zero_grad()
-    keep_mask = _kept_inputs(subject, adapter, grads)
+    # Without layers that the single token cannot show.
+    columns = {
+        layer: grads[f"{PREFIX}{layer}.lora_A.weight"].ne(0).any(0) for layer in adapter.low_rank().layers
+    }
+    keep_mask = {layer: column for layer, column in columns.items() if bool(column.any())}
+    subject.require(bool(keep_mask), "a training pass leaves no gradient in any factor A of the adapter")
     expected = _gradients_with(subject, adapter, keep_mask, data)
     label = (
         f"of one token on data-parallel rank {rank}, in a sequence of {length}, with the masks that they show"
     )
     truth, allowed = written(expected.oracle.grads), written(expected.tolerances)
     unscaled = partial(_unscaled, subject, adapter, keep_mask, data, grads)
-    wanted = {name: truth[name] for name in grads}
-    subject.verify_named(f"gradients {label}", grads, wanted, allowed, explain=unscaled)
+    required = {name: truth[name] for name in grads}
+    subject.verify_named(f"gradients {label}", grads, required, allowed, explain=unscaled)
     subject.verify_loss(f"the loss {label}", metrics["loss"], expected)
     return keep_mask
 
@@ -217,18 +215,6 @@ def _one_token_of_rank(subject: EngineUnderTest, rank: int, model: TinyModel, le
     return Ragged(tuple(replace(row, mask=mask) for row, mask in zip(data.rows, masks, strict=True)))
 
 
-def _kept_inputs(
-    subject: EngineUnderTest, adapter: TinyAdapter, grads: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Which inputs were kept, bool ``[in]`` by layer; without layers that the single token cannot show."""
-    columns = {
-        layer: grads[f"{PREFIX}{layer}.lora_A.weight"].ne(0).any(0) for layer in adapter.low_rank().layers
-    }
-    keep_mask = {layer: column for layer, column in columns.items() if bool(column.any())}
-    subject.require(bool(keep_mask), "a training pass leaves no gradient in any factor A of the adapter")
-    return keep_mask
-
-
 def _unscaled(
     subject: EngineUnderTest,
     adapter: TinyAdapter,
@@ -239,8 +225,8 @@ def _unscaled(
     """Whether the engine masks inputs, and does not scale the others."""
     expected = _gradients_with(subject, adapter, keep_mask, data, scale=1.0)
     truth, allowed = written(expected.oracle.grads), written(expected.tolerances)
-    wanted = {name: truth[name] for name in grads}
-    same = compare_named("gradients", grads, wanted, allowed).problem is None
+    required = {name: truth[name] for name in grads}
+    same = compare_named("gradients", grads, required, allowed).problem is None
     return "inputs that dropout keeps are not divided by 1 - rate" if same else None
 
 

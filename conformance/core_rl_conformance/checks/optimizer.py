@@ -82,20 +82,12 @@ def rates_follow_the_schedule(subject: EngineUnderTest) -> None:
                 # Nothing is trained: the step is skipped, and still tells the rate.
                 rates.append(group.train_batch(nothing, LOSS.spec(), ONE_PASS)["lr"])
                 group.lr_scheduler_step()
-            _verify_rates(subject, schedule, steps, rates)
-
-
-def _verify_rates(
-    subject: EngineUnderTest, schedule: Schedule, steps: Sequence[int], rates: Sequence[float]
-) -> None:
-    exact = Tolerance(baseline=0.0, floor=1e-12 * CLIPPED.lr)
-    explain = partial(explain_rates, rates, steps, schedule, CLIPPED.lr, exact.limit)
-    for step, rate in zip(steps, rates, strict=True):
-        label, expected = (
-            f"the learning rate of step {step} of {schedule}",
-            CLIPPED.lr * schedule.factor(step),
-        )
-        subject.verify_scalar(label, rate, expected, exact, explain=explain)
+            exact = Tolerance(baseline=0.0, floor=1e-12 * CLIPPED.lr)
+            explain = partial(explain_rates, rates, steps, schedule, CLIPPED.lr, exact.limit)
+            for step, rate in zip(steps, rates, strict=True):
+                label = f"the learning rate of step {step} of {schedule}"
+                expected = CLIPPED.lr * schedule.factor(step)
+                subject.verify_scalar(label, rate, expected, exact, explain=explain)
 
 
 @check("I20.adamw-value-head", requires={Capability.VALUE_HEAD}, each="layout")

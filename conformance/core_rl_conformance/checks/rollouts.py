@@ -9,7 +9,6 @@ from itertools import dropwhile
 import torch
 from torch import Tensor
 
-from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl_conformance.catalogue import check
@@ -19,7 +18,6 @@ from core_rl_conformance.inputs.data import LENGTHS, Ragged
 from core_rl_conformance.inputs.tiny_models import LONG_LENGTH, MAX_LENGTH, TinyModel
 from core_rl_conformance.procedures import serving
 from core_rl_conformance.procedures.outputs import verify_overall
-from core_rl_oracle.tolerance import Tolerance
 
 UP_TO_THE_CONTEXT = (64, *LENGTHS)
 """One sequence is as long as the models take."""
@@ -210,32 +208,22 @@ def top_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     engine, batch = subject.serve(model), data.batch()
     for temperature in (1.0, 0.6):
         expected = subject.outputs(model, data, "logprobs", temperature)
-        rows = subject.expected.oracle(model).evaluate(data.for_oracle(), temperature)
-        full = [torch.log_softmax(row["logits"], -1) for row in rows]
+        truth = subject.expected.oracle(model).evaluate(data.for_oracle(), temperature)
+        full = [torch.log_softmax(outputs["logits"], -1) for outputs in truth]
         for count in (1, 5, model.vocab_size):
             top = engine.top_logprobs(batch, count, temperature)
             label = f"top {count} log-probs at temperature {temperature:g}"
-            verify_top(subject, label, top, data, full, expected.tolerance)
-
-
-def verify_top(
-    subject: EngineUnderTest,
-    label: str,
-    top: TopLogprobs,
-    data: Ragged,
-    full: list[torch.Tensor],
-    tolerance: Tolerance,
-) -> None:
-    """Compare with ``full``, the log-probs ``[L, V]`` of all tokens at each place; ties may come in any order."""
-    count = top.ids.shape[1]
-    pairs = zip(top.ids.split(data.lengths), top.logprobs.split(data.lengths), strict=True)
-    rows = [(ids[1:], logprobs[1:]) for ids, logprobs in pairs]
-    subject.require(
-        all(len(set(row.tolist())) == count for ids, _ in rows for row in ids),
-        f"{label}: a token comes twice at one place",
-    )
-    got = [logprobs for _, logprobs in rows]
-    best = [every[1:].topk(count, dim=-1).values for every in full]
-    subject.verify(compare_tokens(label, got, best, tolerance))
-    expected_values = [every[1:].gather(1, ids) for every, (ids, _) in zip(full, rows, strict=True)]
-    subject.verify(compare_tokens(f"{label}, of the ids that came", got, expected_values, tolerance))
+            # Ties may come in any order.
+            pairs = zip(top.ids.split(data.lengths), top.logprobs.split(data.lengths), strict=True)
+            rows = [(ids[1:], logprobs[1:]) for ids, logprobs in pairs]
+            subject.require(
+                all(len(set(row.tolist())) == row.numel() for ids, _ in rows for row in ids),
+                f"{label}: a token comes twice at one place",
+            )
+            got = [logprobs for _, logprobs in rows]
+            best = [every[1:].topk(top.ids.shape[1], dim=-1).values for every in full]
+            subject.verify(compare_tokens(label, got, best, expected.tolerance))
+            expected_values = [every[1:].gather(1, ids) for every, (ids, _) in zip(full, rows, strict=True)]
+            subject.verify(
+                compare_tokens(f"{label}, of the ids that came", got, expected_values, expected.tolerance)
+            )

@@ -62,7 +62,18 @@ def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data()
     group = subject.start(changes={"model": {"router_aux_coef": 1.0}})
-    for label, backward in _cuts(subject, group, data).items():
+    spec, ranks, count = ALONE.spec(), subject.layout.dp, len(data.rows)
+    cuts: dict[str, Callable[[], Mapping[str, float]]] = {
+        f"of the routers' balance alone with {cut}": partial(group.forward_backward, data.batch(), spec, cut)
+        for cut in (ONE_PASS, MicroBatchSpec(count=5), BUDGET)
+    }
+    if ranks > 1:
+        parts = [list(range(count - ranks + 1)), *([count - r] for r in range(1, ranks))]
+        batches = data.batch().split(parts)
+        cuts["of the routers' balance alone with nearly everything on rank 0"] = lambda: group.run(
+            backward_on_parts, batches, spec, BUDGET
+        )[0]
+    for label, backward in cuts.items():
         _verify_balance(subject, group, model, data, label, backward())
     if subject.spec.supports(Capability.ROUTING_REPLAY):
         routed = _routed(data, _moved(group.forward(data.batch(), BUDGET, ("routing",)).routing, model))
@@ -83,24 +94,6 @@ def _verify_balance(
     subject.verify_loss(f"the metric 'aux_loss' {label}", value, expected)
     subject.verify_named(f"gradients {label}", grads, expected.oracle.grads, expected.tolerances)
     group.optimizer_zero_grad()
-
-
-def _cuts(
-    subject: EngineUnderTest, group: EngineGroup, data: Ragged
-) -> dict[str, Callable[[], Mapping[str, float]]]:
-    """Ways to run the balance alone forward and backward, each of which must come to the same."""
-    spec, ranks, count = ALONE.spec(), subject.layout.dp, len(data.rows)
-    cuts: dict[str, Callable[[], Mapping[str, float]]] = {
-        f"of the routers' balance alone with {cut}": partial(group.forward_backward, data.batch(), spec, cut)
-        for cut in (ONE_PASS, MicroBatchSpec(count=5), BUDGET)
-    }
-    if ranks > 1:
-        parts = [list(range(count - ranks + 1)), *([count - r] for r in range(1, ranks))]
-        batches = data.batch().split(parts)
-        cuts["of the routers' balance alone with nearly everything on rank 0"] = lambda: group.run(
-            backward_on_parts, batches, spec, BUDGET
-        )[0]
-    return cuts
 
 
 @check(

@@ -82,7 +82,11 @@ def read_terms(directory: Path, rollouts: Rollouts, gradient: Gradient) -> Readi
     referred = with_references(rollouts, basis.logprobs)
     on_policy = with_log_ratios(referred, basis.logprobs, repeat(0.0))
     measured, unexplained = basis.solve(gradient(on_policy))
-    (terms, residual), divergences = _on_policy_terms(on_policy, basis, measured)
+    candidates = sorted(_candidates(on_policy, basis, measured), key=lambda pair: pair[1])
+    fits = [pair for pair in candidates if pair[1] <= max(FITS, 2 * candidates[0][1])]
+    # The simplest terms that explain weights where all ratios are 1; k3 times the ratio has the gradient of k2 there.
+    terms, residual = min(fits, key=lambda pair: _complexity(pair[0]))
+    divergences = [fit.kl for fit, _ in fits if _around_kl(fit) == _around_kl(terms)]
     if terms.objective != "cross_entropy":
         terms, distance = _off_policy_terms(on_policy, basis, terms, divergences, gradient)
         residual = max(residual, distance)
@@ -109,20 +113,6 @@ def with_references(rollouts: Rollouts, logprobs: Sequence[Tensor]) -> Rollouts:
     return Rollouts(tuple(rows))
 
 
-def _on_policy_terms(
-    rollouts: Rollouts, basis: TokenBasis, measured: TokenWeights
-) -> tuple[tuple[Terms, float], list[KLTerm]]:
-    """The simplest terms that explain weights where all ratios are 1, and their distance.
-
-    And the KL terms that do so as well: k3 times the ratio has the gradient of k2 there.
-    """
-    candidates = sorted(_candidates(rollouts, basis, measured), key=lambda pair: pair[1])
-    fits = [pair for pair in candidates if pair[1] <= max(FITS, 2 * candidates[0][1])]
-    best = min(fits, key=lambda pair: _complexity(pair[0]))
-    same = [terms.kl for terms, _ in fits if _around_kl(terms) == _around_kl(best[0])]
-    return best, same
-
-
 def _around_kl(terms: Terms) -> tuple[str, str, str, str]:
     """Terms that stand next to the KL term."""
     return terms.mask, terms.advantages, terms.objective, terms.mean
@@ -146,11 +136,11 @@ def _candidates(
         entropy = sums(Terms(entropy=1.0), idle).flat
         for mean, (kind, divergence) in product(get_args(Mean), zip(kinds, divergences, strict=True)):
             factors = shares_of(mean, masked.rows).repeat_interleave(torch.tensor(lengths))
-            others = [entropy * factors.repeat(2)]
-            others += [] if divergence is None else [torch.cat([divergence * factors, nothing])]
+            further = [entropy * factors.repeat(2)]
+            further += [] if divergence is None else [torch.cat([divergence * factors, nothing])]
             columns = torch.stack(
                 [
-                    torch.stack([torch.cat([weights * factors, nothing]), *others])
+                    torch.stack([torch.cat([weights * factors, nothing]), *further])
                     for weights in bases.values()
                 ]
             )
@@ -252,10 +242,10 @@ def _gains(
     variant = variant_of(probe, terms)
     idle = variant.with_advantages([0.0] * len(variant.rows))
     measured = basis.solve(gradient(probe))[0].logprobs
-    others = weights_of(replace(terms, objective="reinforce"), idle, basis.logprobs).logprobs
+    reinforced = weights_of(replace(terms, objective="reinforce"), idle, basis.logprobs).logprobs
     plain = weights_of(Terms(mean=terms.mean, scale=terms.scale), variant, basis.logprobs).logprobs
     lengths = [len(values) for values in basis.logprobs]
-    parts = zip((measured - others).split(lengths), plain.split(lengths), strict=True)
+    parts = zip((measured - reinforced).split(lengths), plain.split(lengths), strict=True)
     return [float(got @ unit / (unit @ unit).clamp(min=1e-300)) for got, unit in parts]
 
 

@@ -123,19 +123,15 @@ def advantages_of(rollouts: Rollouts) -> Iterator[tuple[str, Rollouts]]:
     }
     yield from named.items()
     for name, variant in named.items():
-        yield f"{name}, whitened over trained tokens", _whitened(variant)
-
-
-def _whitened(rollouts: Rollouts) -> Rollouts:
-    trained = [
-        value for row in rollouts.rows for value, use in zip(row.advantages, row.mask, strict=True) if use
-    ]
-    mean, deviation = fmean(trained), pstdev(trained) or 1.0
-    rows = (
-        replace(row, advantages=tuple((value - mean) / deviation for value in row.advantages))
-        for row in rollouts.rows
-    )
-    return Rollouts(tuple(rows))
+        trained = [
+            value for row in variant.rows for value, use in zip(row.advantages, row.mask, strict=True) if use
+        ]
+        mean, deviation = fmean(trained), pstdev(trained) or 1.0
+        rows = (
+            replace(row, advantages=tuple((value - mean) / deviation for value in row.advantages))
+            for row in variant.rows
+        )
+        yield f"{name}, whitened over trained tokens", Rollouts(tuple(rows))
 
 
 def shares_of(mean: Mean, rows: Sequence[Rollout]) -> Tensor:

@@ -59,6 +59,7 @@ class Places:
                 order[index], packed[index] = torch.arange(len(index)), len(index)
                 lengths = torch.tensor([batch.lengths[part[row]] for row in rows], dtype=torch.long)
                 number[index] = torch.arange(len(rows)).repeat_interleave(lengths)
+        cuts = (layout.cp, layout.tp if layout.sequence_parallel else 1)
         return Places(
             ids=batch.input_ids,
             trained=batch.loss_mask,
@@ -67,13 +68,8 @@ class Places:
             order=order,
             packed=packed,
             number=number,
-            shards=_shards(layout),
+            shards=tuple(sorted({size for size in (*cuts, math.prod(cuts)) if size > 1})),
         )
-
-
-def _shards(layout: ParallelLayout) -> tuple[int, ...]:
-    parts = (layout.cp, layout.tp if layout.sequence_parallel else 1)
-    return tuple(sorted({number for number in (*parts, math.prod(parts)) if number > 1}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -432,7 +432,11 @@ class ModelStore:
     def _write(self, model: TinyModel, path: Path) -> None:
         _save(build(model), path)
         if model.head == "lm":
-            _write_generation_config(model, path)
+            # As published models have; a request sets every option, so no default may be applied.
+            config = model.config()
+            defaults = {"temperature": 0.7, "top_k": 5, "top_p": 0.8, "repetition_penalty": 1.3}
+            ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")}
+            GenerationConfig(**ids, do_sample=True, **defaults).save_pretrained(path)
 
 
 def _save(built: PreTrainedModel, path: Path, prefix: str = "", file_size: str = "50GB") -> None:
@@ -447,14 +451,6 @@ def _save(built: PreTrainedModel, path: Path, prefix: str = "", file_size: str =
     built.save_pretrained(
         path, state_dict=state, max_shard_size=file_size, save_original_format=not published
     )
-
-
-def _write_generation_config(model: TinyModel, path: Path) -> None:
-    """Sampling defaults such as published models have; a request sets every option, so no default may be applied."""
-    config = model.config()
-    defaults = {"temperature": 0.7, "top_k": 5, "top_p": 0.8, "repetition_penalty": 1.3}
-    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")}
-    GenerationConfig(**ids, do_sample=True, **defaults).save_pretrained(path)
 
 
 def save_with(model: TinyModel, weights: Mapping[str, Tensor], path: Path) -> None:

@@ -103,16 +103,7 @@ def verify_form(subject: EngineUnderTest, output: object, name: OutputName, data
         f"the output {name!r} is NaN or infinite at {len(broken)} of {count} {places} of the batch, "
         f"first at {broken[:6].tolist()}",
     )
-    verify_precision(subject, name, value)
-    firsts = value[:0] if name == "scores" else value[data.batch().cu_seqlens[:-1].long()]
-    subject.require(not firsts.any(), f"the output {name!r} is not 0 at first tokens, which nothing predicts")
-
-
-def verify_precision(subject: EngineUnderTest, name: OutputName, value: Tensor) -> None:
-    """Require numbers outside of bfloat16, which float32 holds nearly always.
-
-    Logits may come as the model has them.
-    """
+    # float32 nearly always holds numbers outside of bfloat16; logits may come as the model has them.
     known = value[value != 0]
     rounded = known.numel() >= ENOUGH and torch.equal(known, known.bfloat16().float())
     subject.require(
@@ -120,6 +111,8 @@ def verify_precision(subject: EngineUnderTest, name: OutputName, value: Tensor) 
         f"every value of the output {name!r} is a bfloat16 number: it was computed, or stored, in bfloat16; "
         "go over to float32 before the softmax, and before the scalar head",
     )
+    firsts = value[:0] if name == "scores" else value[data.batch().cu_seqlens[:-1].long()]
+    subject.require(not firsts.any(), f"the output {name!r} is not 0 at first tokens, which nothing predicts")
 
 
 def verify_overall(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import jinja2
 from markupsafe import Markup, escape
 
 from core_rl.errors import ConfigError
@@ -218,10 +217,6 @@ def report_page(report: Report) -> str:
 
 def render(template: str, values: Mapping[str, object]) -> str:
     """A template of this package with ``values``; text in them is escaped."""
-    return _environment().get_template(template).render(values)
-
-
-def _environment() -> jinja2.Environment:
     environment = page_environment(TEMPLATES)
     environment.filters |= {
         "closest": worst_of,
@@ -231,7 +226,7 @@ def _environment() -> jinja2.Environment:
         "prose": _prose,
         "slug": _slug,
     }
-    return environment
+    return environment.get_template(template).render(values)
 
 
 def _number(value: float) -> str:

@@ -183,7 +183,10 @@ class LocalStorage:
             check_ours(self.manifest_bytes(), str(self.path))
         elif self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.path} is a file; choose another path, or remove it")
-        self._recover()
+        if self._occupied():
+            shutil.rmtree(self.old, ignore_errors=True)
+        elif self.old.exists():
+            self.old.rename(self.path)
         remove_stale(self.path.parent, f".{self.path.name}.")
         staged = _temporary(self.path)
         staged.mkdir()
@@ -246,12 +249,6 @@ class LocalStorage:
         """The manifest's text, or None where there is none."""
         file = self.current() / MANIFEST
         return file.read_bytes() if file.is_file() else None
-
-    def _recover(self) -> None:
-        if self._occupied():
-            shutil.rmtree(self.old, ignore_errors=True)
-        elif self.old.exists():
-            self.old.rename(self.path)
 
     def _occupied(self) -> bool:
         return self.path.is_dir() and any(self.path.iterdir())

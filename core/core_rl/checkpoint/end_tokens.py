@@ -181,7 +181,10 @@ def set_padding(directory: Path, config: PretrainedConfig, ends: Collection[int]
             "token to the tokenizer of the model, and resize its embeddings"
         )
     elif before != (token, "right"):
-        _write_padding(directory, str(tokenizer.convert_ids_to_tokens(token)))
+        padding = {"pad_token": str(tokenizer.convert_ids_to_tokens(token))}  # loading adds a missing token
+        _update(directory / TOKENIZER_CONFIG, padding | {"padding_side": "right"})
+        if (directory / SPECIAL_TOKENS).is_file():
+            _update(directory / SPECIAL_TOKENS, padding)
 
 
 def _set_pad(config: PretrainedConfig, token: int | None) -> None:
@@ -210,13 +213,6 @@ def _padding_token(
     if new < config.vocab_size:
         return new
     return bos if bos in usable else None  # a sequence begins with it
-
-
-def _write_padding(directory: Path, token: str) -> None:
-    """Set the padding token in the tokenizer's files; loading adds a missing token."""
-    _update(directory / TOKENIZER_CONFIG, {"pad_token": token, "padding_side": "right"})
-    if (directory / SPECIAL_TOKENS).is_file():
-        _update(directory / SPECIAL_TOKENS, {"pad_token": token})
 
 
 def _update(path: Path, fields: dict[str, Any]) -> None:

@@ -57,16 +57,6 @@ def _written_fields(model: ModelConfig) -> Mapping[str, Any]:
     return {}
 
 
-def _refuse_own_code(fields: Mapping[str, Any], file: Path) -> None:
-    """Raise `ConfigError` for an architecture that is code beside the weights, which transformers would replace."""
-    names = fields.get("architectures") if fields.get("auto_map") else None
-    if lacking := [name for name in names or () if not hasattr(transformers, name)]:
-        raise ConfigError(
-            f"{file}: architectures = {lacking[0]!r} is code of the model's own (auto_map), which is not run; take a "
-            "model that transformers has, or name its class there where it computes the same"
-        )
-
-
 def read_config(model: ModelConfig) -> PretrainedConfig:
     """The transformers config that ``model`` names, with one label for a value or reward head.
 
@@ -75,7 +65,14 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     file = None if model.path is None else Path(model.path, "config.json")
     if file is not None:
         require_config(file.parent, f"model.path = {model.path!r}")
-        _refuse_own_code(_written_fields(model), file)
+        fields = _written_fields(model)
+        # transformers would replace code beside the weights.
+        names = fields.get("architectures") if fields.get("auto_map") else None
+        if lacking := [name for name in names or () if not hasattr(transformers, name)]:
+            raise ConfigError(
+                f"{file}: architectures = {lacking[0]!r} is code of the model's own (auto_map), which is not run; "
+                "take a model that transformers has, or name its class there where it computes the same"
+            )
     config: PretrainedConfig
     try:
         if file is None:

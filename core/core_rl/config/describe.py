@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from core_rl.config.secret import SecretReference
@@ -43,9 +42,15 @@ def _walk(kind: type[BaseModel], prefix: str, defaults: BaseModel | None) -> Ite
         default = class_default if defaults is None else getattr(defaults, name)
         section = _section(field.annotation)
         if section is None or default is PydanticUndefined or type(None) in _parts(field.annotation):
+            bounds = [
+                f"{sign} {bound}"
+                for constraint in field.metadata
+                for key, sign in _BOUNDS.items()
+                if (bound := getattr(constraint, key, None)) is not None
+            ]
             yield FieldHelp(
                 name=prefix + name,
-                type=_type_name(field.annotation) + _bounds(field),
+                type=_type_name(field.annotation) + (f" ({', '.join(bounds)})" if bounds else ""),
                 required=default is PydanticUndefined,
                 default=None if default is PydanticUndefined else default,
                 help=" ".join((field.description or "").replace("`", "").split()),
@@ -89,13 +94,3 @@ def _type_name(annotation: Any) -> str:
     }
     kind = origin or annotation
     return plain.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def _bounds(field: FieldInfo) -> str:
-    bounds = [
-        f"{sign} {bound}"
-        for constraint in field.metadata
-        for key, sign in _BOUNDS.items()
-        if (bound := getattr(constraint, key, None)) is not None
-    ]
-    return f" ({', '.join(bounds)})" if bounds else ""

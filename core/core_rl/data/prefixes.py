@@ -162,19 +162,14 @@ class PrefixTree:
             kept.append(np.arange(start + common, end))
             previous, count = path, count + fresh
         bounds = (*sorted(parents), count)
+        ending = {last: stretch for stretch, last in enumerate(bounds[1:])}
+        paths: list[tuple[int, ...]] = []
+        for stretch, first in enumerate(bounds[:-1]):
+            before = parents[first]  # ends a stretch with a smaller number
+            paths.append((*(paths[ending[before + 1]] if before >= 0 else ()), stretch))
         return PrefixTree(
             bounds,
-            _paths(bounds, parents),
+            tuple(paths),
             torch.from_numpy(np.concatenate(kept)),
             torch.from_numpy(rows),
         )
-
-
-def _paths(bounds: Sequence[int], parents: dict[int, int]) -> tuple[tuple[int, ...], ...]:
-    """The path to each stretch; the row before it ends a stretch with a smaller number."""
-    ending = {last: stretch for stretch, last in enumerate(bounds[1:])}
-    paths: list[tuple[int, ...]] = []
-    for stretch, first in enumerate(bounds[:-1]):
-        before = parents[first]
-        paths.append((*(paths[ending[before + 1]] if before >= 0 else ()), stretch))
-    return tuple(paths)

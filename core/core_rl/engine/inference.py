@@ -159,21 +159,18 @@ class InferenceEngine:
         """
         started = time.perf_counter()
         with self._gate.named(request.rid):
-            await self._admit("agenerate()", request)
+            self._require_serving("agenerate()")
+            for capability in sorted(request.sampling.needed_capabilities):
+                self._require_capability(self.spec, capability, f"sampling with {capability.value}")
+            inference_guards.check_request(request, self._limits)
+            await self._gate.wait()
+            self._require_serving("agenerate()")
             with self._gate.counted("agenerate()"):
                 oldest = self._version
                 response = await self._backend.agenerate(request)
         newest = max(self._version, self._incoming or 0)
         inference_guards.check_response(request, response, self._limits, range(oldest, newest + 1))
         return replace(response, latency_s=time.perf_counter() - started)
-
-    async def _admit(self, method: str, request: LLMRequest) -> None:
-        self._require_serving(method)
-        for capability in sorted(request.sampling.needed_capabilities):
-            self._require_capability(self.spec, capability, f"sampling with {capability.value}")
-        inference_guards.check_request(request, self._limits)
-        await self._gate.wait()
-        self._require_serving(method)
 
     def _require_serving(self, method: str) -> None:
         guards.require_state(self._state, "ready", method)

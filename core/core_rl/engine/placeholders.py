@@ -53,7 +53,12 @@ def _features(media: Media, model: PretrainedConfig) -> int | str:
     merged = getattr(model.vision_config, "spatial_merge_size", None)
     names = {PIXELS} if merged is None else {PIXELS, GRID}
     if unknown := sorted(media.keys() - names):
-        return _unknown(unknown, names, model)
+        if any(VIDEO in name for name in unknown):
+            return f"the media have {', '.join(unknown)}; pass the frames of a video as images"
+        return (
+            f"the media have {', '.join(unknown)}, and images of the model type {model.model_type!r} are "
+            f"{', '.join(sorted(names))}; leave out the rest"
+        )
     pixels, grid = media.get(PIXELS), media.get(GRID)
     if pixels is None:
         return 0 if grid is None else f"{GRID!r} is there without {PIXELS!r}; pass both, or neither"
@@ -73,12 +78,3 @@ def _features_of_patches(pixels: Tensor, grid: Tensor | None, merged: int) -> in
     if bool((torch.remainder(grid[:, 1:], merged) != 0).any()):
         return f"{GRID!r} {grid.tolist()} has sides that {merged} does not divide"
     return patches // merged**2
-
-
-def _unknown(names: Sequence[str], known: Iterable[str], model: PretrainedConfig) -> str:
-    if any(VIDEO in name for name in names):
-        return f"the media have {', '.join(names)}; pass the frames of a video as images"
-    return (
-        f"the media have {', '.join(names)}, and images of the model type {model.model_type!r} are "
-        f"{', '.join(sorted(known))}; leave out the rest"
-    )

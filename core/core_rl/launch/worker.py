@@ -32,17 +32,7 @@ def rank_main(
     ``streams`` maps standard descriptors to the driver's own, ``stacks`` is a file for stack dumps.
     """
     end_with_driver()
-    _adopt(streams, environ)
-    faulthandler.enable(stacks, all_threads=True)
-    faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
-    # Here, as it imports torch: the process that starts a rank may have none.
-    from core_rl.launch.remote import answer_calls
-
-    answer_calls(Channel(sock))
-
-
-def _adopt(streams: Mapping[int, int], environ: Mapping[str, str]) -> None:
-    """Take over the driver's output and environment: the fork server's are as old as the server."""
+    # The output and environment of the fork server are as old as the server.
     for standard, descriptor in streams.items():
         os.dup2(descriptor, standard)
         os.close(descriptor)
@@ -51,6 +41,12 @@ def _adopt(streams: Mapping[int, int], environ: Mapping[str, str]) -> None:
             stream.reconfigure(line_buffering=True)  # a rank may be killed with text in its buffer
     os.environ.clear()
     os.environ.update(environ)
+    faulthandler.enable(stacks, all_threads=True)
+    faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
+    # Here, as it imports torch: the process that starts a rank may have none.
+    from core_rl.launch.remote import answer_calls
+
+    answer_calls(Channel(sock))
 
 
 def end_with_driver() -> None:

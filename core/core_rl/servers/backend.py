@@ -47,7 +47,7 @@ from core_rl.servers.weights import (
 from core_rl.servers.wire import Wire
 from core_rl.weight_sync.buckets import Filling
 from core_rl.weight_sync.delta import DeltaDecoder, DeltaWeights
-from core_rl.weight_sync.messages import Bucket, ReceiverRanks
+from core_rl.weight_sync.messages import ReceiverRanks
 from core_rl.weight_sync.tensor import ReceivedWeights
 from core_rl.weight_sync.update import weight_update
 
@@ -89,7 +89,12 @@ class ReceivedChanges:
             with weight_update(meta, base=self._decoder.base).receive(timeout_s) as buckets:
                 items = ((name, tensor.clone()) for bucket in buckets for name, tensor in bucket)
                 received = self._decoded(items)
-                shared = _buckets(received, meta.bucket_bytes)
+                fillings = [Filling(meta.bucket_bytes, torch.device("cpu"))]  # in shared memory
+                for name, tensor in received.tensors.items():
+                    if not fillings[-1].fits(tensor):
+                        fillings.append(Filling(meta.bucket_bytes, torch.device("cpu")))
+                    fillings[-1].add(name, tensor)
+                shared = [filling.tensors for filling in fillings]
                 received = replace(received, tensors=dict(item for bucket in shared for item in bucket))
                 kind = BroadcastWeights if meta.method == "distributed" else TensorWeights
                 install(kind.arrived(meta.version, shared))
@@ -114,16 +119,6 @@ class ReceivedChanges:
             weights.discard()
             raise
         return weights
-
-
-def _buckets(received: DeltaWeights, bucket_bytes: int) -> list[Bucket]:
-    """All tensors in buckets of shared memory."""
-    fillings = [Filling(bucket_bytes, torch.device("cpu"))]
-    for name, tensor in received.tensors.items():
-        if not fillings[-1].fits(tensor):
-            fillings.append(Filling(bucket_bytes, torch.device("cpu")))
-        fillings[-1].add(name, tensor)
-    return [filling.tensors for filling in fillings]
 
 
 class ServerBackend(InferenceBackend[C]):

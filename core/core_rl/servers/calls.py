@@ -86,7 +86,9 @@ class Requests:
         def read(response: Any, server: Server, adapter: ServedAdapter) -> LLMResponse:
             return _with_versions(server, adapter, self._wire.response(request, response, eos, server.name))
 
-        self._require_taken(request)
+        for server in self._pool.servers:
+            if problem := server.limits.sampling_problem(request.sampling):
+                raise UnsupportedCapability(f"{server.name} {problem}; {server.limits.remedy}")
         body = self._wire.generation(request, eos) | self._images.of(request.media)
         for _ in range(REDRAWS):
             response = await self._call(self._wire.path, request.input_ids, request.rid, body, read)
@@ -96,12 +98,6 @@ class Requests:
             f"request {request.rid}: {REDRAWS} responses in a row hold the token {self._images.token}, which stands "
             "for an image; train the model on texts without it first"
         )
-
-    def _require_taken(self, request: LLMRequest) -> None:
-        """Raise `UnsupportedCapability` for a request that a server would answer wrongly."""
-        for server in self._pool.servers:
-            if problem := server.limits.sampling_problem(request.sampling):
-                raise UnsupportedCapability(f"{server.name} {problem}; {server.limits.remedy}")
 
     async def _call(
         self,

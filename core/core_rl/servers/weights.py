@@ -51,7 +51,14 @@ class DiskWeights:
         """
         with open_update(meta) as directory:
             check_source(TensorFiles(directory, "model"), shapes, f"the weights in {meta.path!r}")
-            return DiskWeights(_linked(directory), meta.version, temporary=True)
+            # With hard links; copies where the file system has none.
+            copy = Path(tempfile.mkdtemp(prefix=f".{directory.name}.served-", dir=directory.parent))
+            try:
+                shutil.copytree(directory, copy, copy_function=_link, dirs_exist_ok=True)
+            except BaseException:
+                shutil.rmtree(copy, ignore_errors=True)
+                raise
+            return DiskWeights(copy, meta.version, temporary=True)
 
     async def load(self, server: Server) -> None:
         """Load them on ``server``, which is paused; raises the errors of its interface."""
@@ -60,17 +67,6 @@ class DiskWeights:
     def discard(self) -> None:
         """Remove the files; no server will need them again."""
         self._directory.discard()
-
-
-def _linked(directory: Path) -> Path:
-    """A directory next to ``directory`` with its files; copies where the file system has no hard links."""
-    copy = Path(tempfile.mkdtemp(prefix=f".{directory.name}.served-", dir=directory.parent))
-    try:
-        shutil.copytree(directory, copy, copy_function=_link, dirs_exist_ok=True)
-    except BaseException:
-        shutil.rmtree(copy, ignore_errors=True)
-        raise
-    return copy
 
 
 def _link(source: str, target: str) -> str:

@@ -120,7 +120,8 @@ def _untiled(name: str, full_shape: Shape, boxes: Sequence[Box]) -> Iterator[str
         for peer in ordered[number + 1 :]:
             if full_shape and peer.offsets[0] >= box.offsets[0] + box.shape[0]:
                 break
-            if _overlap(box, peer):
+            bounds = zip(box.offsets, box.shape, peer.offsets, peer.shape, strict=True)
+            if all(a < d + e and d < a + b for a, b, d, e in bounds):
                 yield (
                     f"{name!r} {list(full_shape)}: rank {peer.rank} has {list(peer.shape)} at {list(peer.offsets)}, "
                     f"which overlaps {list(box.shape)} at {list(box.offsets)} of rank {box.rank}"
@@ -128,11 +129,6 @@ def _untiled(name: str, full_shape: Shape, boxes: Sequence[Box]) -> Iterator[str
                 return
     if count < total:
         yield f"{name!r} {list(full_shape)}: {total - count} of {total} elements are on no rank"
-
-
-def _overlap(first: Box, second: Box) -> bool:
-    bounds = zip(first.offsets, first.shape, second.offsets, second.shape, strict=True)
-    return all(a < d + e and d < a + b for a, b, d, e in bounds)
 
 
 @dataclass(frozen=True)

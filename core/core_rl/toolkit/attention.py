@@ -164,7 +164,9 @@ class _Call:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """All tokens, ``[1, heads, T, D]`` to ``[1, T, heads, D]``, contiguous as of transformers' own functions."""
-    if _kernel_computes(query, call):
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    plain = call.softcap is None and call.sinks is None and call.dropout == 0.0 and not call.segments.blocks
+    if cuda.on_cuda(query) and half and plain and query.shape[-1] <= KERNEL_WIDEST:
         return _varlen(query, key, value, call)
     plan = call.segments.kernel_calls(call.widest_square, query.device)
     rows = [part[0].transpose(0, 1) for part in (query, key, value)]
@@ -188,13 +190,6 @@ def _attend_once(batch: KernelCall, query: Tensor, key: Tensor, value: Tensor, c
     )
     computed = _segment(query, key, value, call, batch.blocks)
     return computed[:, :, -batch.length :].transpose(1, 2).flatten(0, 1)
-
-
-def _kernel_computes(query: Tensor, call: _Call) -> bool:
-    """Whether the kernel for packed sequences serves this call."""
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    plain = call.softcap is None and call.sinks is None and call.dropout == 0.0 and not call.segments.blocks
-    return cuda.on_cuda(query) and half and plain and query.shape[-1] <= KERNEL_WIDEST
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, call: _Call, blocks: Blocks = ()) -> Tensor:

@@ -75,10 +75,17 @@ class CheckpointLayout:
         """
         if shapes is None:
             shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        tensors = _imaginary(shapes)
+        # Without memory, in one storage: the start of a view identifies its tensor.
+        sizes = [max(1, math.prod(shape)) for shape in shapes.values()]
+        memory = torch.empty(sum(sizes), device="meta")
+        starts = [*accumulate(sizes, initial=0)][:-1]
+        tensors = {
+            name: memory.as_strided(shape, torch.empty(shape, device="meta").stride(), start)
+            for (name, shape), start in zip(shapes.items(), starts, strict=True)
+        }
         with torch.no_grad(), _OnlyViews(type(model).__name__):
             written = revert_weight_conversion(model, dict(tensors))
-        names, starts = list(tensors), [tensor.storage_offset() for tensor in tensors.values()]
+        names = list(tensors)
         pieces: dict[str, list[CheckpointSlice]] = {name: [] for name in names}
         for name, tensor in written.items():
             owner = names[bisect_right(starts, tensor.storage_offset()) - 1]
@@ -125,17 +132,6 @@ class CheckpointLayout:
         """The slices of ``name``; a buffer is one slice under its own name."""
         region = tuple(slice(0, size) for size in shape)
         return self._pieces.get(name) or (CheckpointSlice(name, region, tuple(range(len(shape)))),)
-
-
-def _imaginary(shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Tensors without memory, in one storage: the start of a view identifies its tensor."""
-    sizes = [max(1, math.prod(shape)) for shape in shapes.values()]
-    memory = torch.empty(sum(sizes), device="meta")
-    starts = accumulate(sizes, initial=0)
-    return {
-        name: memory.as_strided(shape, torch.empty(shape, device="meta").stride(), start)
-        for (name, shape), start in zip(shapes.items(), starts, strict=False)
-    }
 
 
 class _OnlyViews(TorchDispatchMode):

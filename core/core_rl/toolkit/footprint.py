@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from core_rl.config.engine import ModelConfig
 from core_rl.toolkit.experts import expert_modules
@@ -44,7 +44,14 @@ def footprint_of(model: ModelConfig) -> Footprint:
     """Build ``model`` on the meta device, which takes no memory, and count. Raises `ConfigError` as `build_model`."""
     built = model_on_meta(model)
     text = built.config.get_text_config()
-    outside = _outside(built)
+    # Embeddings and head; tied ones count once.
+    ends = (built.get_input_embeddings(), built.get_output_embeddings())
+    outside = list({id(p): p for end in ends if end is not None for p in end.parameters()}.values())
+    inside = any(name.endswith(".q_norm") for name, _ in built.named_modules())
+    queries, keys = _widths(text)
+    # Multi-head latent attention has values of a width of their own.
+    value_width, shared = getattr(text, "v_head_dim", None), getattr(text, "qk_head_dim", None)
+    ratio = value_width / shared if value_width and shared else 1.0
     return Footprint(
         parameters=_count(built.parameters()),
         trained=_count(p for p in built.parameters() if p.requires_grad),
@@ -53,21 +60,15 @@ def footprint_of(model: ModelConfig) -> Footprint:
         largest=max((p.numel() for p in outside if p.requires_grad), default=0),
         layers=int(text.num_hidden_layers),
         hidden=int(text.hidden_size),
-        inner=_inner(text),
+        inner=int(queries + keys + ratio * (keys + 2 * queries) + _inside_mlp(text)),
         routed=_routed(text),
-        normed=_normed(built, text),
+        normed=queries + keys if inside else 0,
         vocabulary=int(text.vocab_size),
     )
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
-
-
-def _outside(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Embeddings and head; tied ones count once."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return list({id(p): p for end in ends if end is not None for p in end.parameters()}.values())
 
 
 def _widths(config: PretrainedConfig) -> tuple[int, int]:
@@ -77,15 +78,6 @@ def _widths(config: PretrainedConfig) -> tuple[int, int]:
     width = width or config.hidden_size // heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     return heads * width, groups * width
-
-
-def _inner(config: PretrainedConfig) -> int:
-    """See `Footprint.inner`; configs that lack a name have its usual value."""
-    queries, keys = _widths(config)
-    # Multi-head latent attention has values of a width of their own.
-    value_width, shared = getattr(config, "v_head_dim", None), getattr(config, "qk_head_dim", None)
-    ratio = value_width / shared if value_width and shared else 1.0
-    return int(queries + keys + ratio * (keys + 2 * queries) + _inside_mlp(config))
 
 
 def _inside_mlp(config: PretrainedConfig) -> int:
@@ -104,9 +96,3 @@ def _routed(config: PretrainedConfig) -> int:
 
 def _mlp_width(config: PretrainedConfig) -> int:
     return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-
-
-def _normed(model: PreTrainedModel, config: PretrainedConfig) -> int:
-    """See `Footprint.normed`."""
-    inside = any(name.endswith(".q_norm") for name, _ in model.named_modules())
-    return sum(_widths(config)) if inside else 0

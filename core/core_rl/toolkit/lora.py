@@ -185,7 +185,18 @@ def _peft_config(model: PreTrainedModel, config: LoraConfig, head: Head, targets
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Full names of the layers that get an adapter."""
-    linear = _linear_layers(model)
+    # Not the head, whose weight may be the embedding's as well (peft #2018), and no layer with a name of experts or
+    # routers of its family: ``peft`` takes it for their parameters, also in dense layers.
+    trunk = {id(module) for module in model.base_model.modules()}
+    head = model.get_output_embeddings()  # a few models are their own trunk
+    names = [
+        name
+        for name, module in model.named_modules()
+        if id(module) in trunk and module is not head and isinstance(module, nn.Linear | Conv1D)
+    ]
+    layers = {name.rpartition(".")[2] for name in names}
+    layers = {name for name in layers if not _names_parameters(model, name)}
+    linear = [name for name in names if name.rpartition(".")[2] in layers]
     if config.target_modules == "all-linear":
         text = {id(module) for module in _text_model(model).modules()}
         return [name for name in linear if id(model.get_submodule(name)) in text]
@@ -203,24 +214,6 @@ def _text_model(model: PreTrainedModel) -> nn.Module:
     """The trunk, or its text model next to a vision tower."""
     text = getattr(model.base_model, "language_model", None)
     return text if isinstance(text, nn.Module) else model.base_model
-
-
-def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Linear layers of the trunk that can have an adapter, as ``peft`` finds them.
-
-    Not the head, whose weight may be the embedding's as well (peft #2018), and no layer with a name of experts or
-    routers of its family: ``peft`` takes it for their parameters, also in dense layers.
-    """
-    trunk = {id(module) for module in model.base_model.modules()}
-    head = model.get_output_embeddings()  # a few models are their own trunk
-    names = [
-        name
-        for name, module in model.named_modules()
-        if id(module) in trunk and module is not head and isinstance(module, nn.Linear | Conv1D)
-    ]
-    last = {name.rpartition(".")[2] for name in names}
-    layers = {name for name in last if not _names_parameters(model, name)}
-    return [name for name in names if name.rpartition(".")[2] in layers]
 
 
 def _names_parameters(model: PreTrainedModel, name: str) -> bool:

@@ -142,18 +142,13 @@ class Routers:
         logits, gates, experts = output
         if self._replay is not None:
             experts = self._replay[:, layer].to(logits.device, torch.int64)
-            gates = _gates(router, logits, experts)
+            gates = F.softmax(logits, dim=-1, dtype=torch.float32).gather(1, experts)
+            if getattr(router, "norm_topk_prob", True):
+                gates = gates / gates.sum(-1, keepdim=True)
+            gates = gates.to(logits.dtype)
         for heard in self._listening:
             heard[layer] = Routing(logits, experts)
         return logits, gates, experts
-
-
-def _gates(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
-    """The gates ``[T, k]`` of chosen ``experts``, as the router computes gates of its own choice."""
-    gates = F.softmax(logits, dim=-1, dtype=torch.float32).gather(1, experts)
-    if getattr(router, "norm_topk_prob", True):
-        gates = gates / gates.sum(-1, keepdim=True)
-    return gates.to(logits.dtype)
 
 
 def _is_router(module: nn.Module) -> bool:

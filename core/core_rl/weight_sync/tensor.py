@@ -299,7 +299,10 @@ class ReceivedWeights:
         while (message := self.next_message())[0] != Kind.END:
             _, sent, used, digest, self.broadcast, self.device_memory = message
             tensors = self._arrived(sent)
-            self._verify(tensors, used, digest)
+            if self._meta.verify and (digest is None or digest != digest_of(tensors)):
+                raise WeightsError(
+                    f"{len(tensors)} tensors from {tensors[0][0]!r} on ({used} bytes) did not arrive as they were sent"
+                )
             yield tensors
             with suppress(OSError):  # a sender that is gone may have sent its error, which is read next
                 self.reply(Kind.ACK)
@@ -331,12 +334,6 @@ class ReceivedWeights:
         if self._meta.method == "lora" and self.adapter is None:
             raise WeightsError("the sender sent no metadata of its adapter")
         require_base(self.base, self._present)
-
-    def _verify(self, tensors: Bucket, used: int, digest: str | None) -> None:
-        if self._meta.verify and (digest is None or digest != digest_of(tensors)):
-            raise WeightsError(
-                f"{len(tensors)} tensors from {tensors[0][0]!r} on ({used} bytes) did not arrive as they were sent"
-            )
 
     def next_message(self) -> tuple[Any, ...]:
         """The sender's next message."""

@@ -67,7 +67,11 @@ class BlackBoxTrainer:
 
     def build(self, setup: TrainerSetup) -> None:
         """The interface that a recipe with this loss has."""
-        spec = get_spec(_engine(setup.options))
+        if unknown := sorted(setup.options.keys() - {"engine"}):
+            raise ConfigError(
+                f"the trainer takes the option 'engine' alone, and was given {unknown}; remove these"
+            )
+        spec = get_spec(str(setup.options["engine"]))
         interface = _interface(setup.loss, setup.advantages)
         rule = setup.advantages is not None
         self._build(spec, _config(spec, setup), interface, rule=rule, steps=None)
@@ -169,14 +173,6 @@ class _GradientsOnly:
     def train_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
         self._group.optimizer_zero_grad()
         return self._group.forward_backward(batch, loss, mb_spec)
-
-
-def _engine(options: Mapping[str, Any]) -> str:
-    if unknown := sorted(options.keys() - {"engine"}):
-        raise ConfigError(
-            f"the trainer takes the option 'engine' alone, and was given {unknown}; remove these"
-        )
-    return str(options["engine"])
 
 
 def _config(spec: EngineSpec, setup: TrainerSetup) -> TrainEngineConfig:

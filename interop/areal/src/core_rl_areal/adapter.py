@@ -110,9 +110,10 @@ class _BlackBox(ABC):
     ) -> Mapping[str, float]:
         """As a step of AReaL's training loop; metrics are its statistics."""
         engine = self.engine
-        engine.config.mb_spec = MicroBatchSpec(
-            n_mbs=_micro_batches(len(sequences), cut), max_tokens_per_mb=cut.max_tokens
-        )
+        # The same on all ranks: AReaL raises where a rank has fewer sequences.
+        count = torch.tensor(-(-len(sequences) // cut.sequences) if cut.sequences else 1)
+        torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MIN)
+        engine.config.mb_spec = MicroBatchSpec(n_mbs=int(count), max_tokens_per_mb=cut.max_tokens)
         engine.applies = apply
         self._update(engine, sequences)
         if apply:
@@ -226,13 +227,6 @@ def _optimizer(setup: TrainerSetup) -> OptimizerConfig:
         warmup_steps_proportion=(schedule.warmup_steps + 0.5) / steps if schedule.warmup_steps else 0.0,
         gradient_clipping=optimizer.max_grad_norm or NO_LIMIT,
     )
-
-
-def _micro_batches(sequences: int, cut: MicroBatches) -> int:
-    """Least number of micro-batches, the same on all ranks: AReaL raises where a rank has fewer sequences."""
-    count = torch.tensor(-(-sequences // cut.sequences) if cut.sequences else 1)
-    torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MIN)
-    return int(count)
 
 
 def _full(tensor: Tensor) -> Tensor:

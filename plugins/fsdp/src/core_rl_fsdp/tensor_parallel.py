@@ -88,11 +88,16 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, shards: Mode
     for name in split[COLUMN]:
         # With an adapter, B cuts as the weight does, after an A that all ranks have.
         for part in _linear_parts(model, name, "lora_B"):
-            _cut_columns(trunk.get_submodule(part), mesh)
+            module = trunk.get_submodule(part)
+            shard_parameter(module, "weight", mesh, 0)
+            shard_parameter(module, "bias", mesh, 0)
+            _compute_by(module, partial(_columns, cast("nn.Linear", module)))
     for name in split[ROW]:
-        # A cuts as the weight does, and B works on the sum.
+        # A cuts as the weight does, and B works on the sum over ranks, with the bias once.
         for part in _linear_parts(model, name, "lora_A"):
-            _cut_rows(trunk.get_submodule(part), mesh, shards)
+            module = trunk.get_submodule(part)
+            shard_parameter(module, "weight", mesh, 1)
+            _compute_by(module, partial(_rows, cast("nn.Linear", module), shards))
     for name in {name.rpartition(".")[0] for name in split[COLUMN]}:
         trunk.get_submodule(name).register_forward_pre_hook(partial(_enter, shards), with_kwargs=True)
     _shard_vocabulary(model, mesh, shards)
@@ -115,19 +120,15 @@ def _linear_parts(model: PreTrainedModel, name: str, factor: str) -> list[str]:
     return [f"{name}.base_layer", *factors]
 
 
-def _plan(model: PreTrainedModel) -> Mapping[str, str]:
-    config = model.config.get_text_config()
-    source = CONFIG_MAPPING[SAME_LAYERS[config.model_type]] if config.model_type in SAME_LAYERS else config
-    return getattr(source, "base_model_tp_plan", None) or {}
-
-
 def _split(model: PreTrainedModel) -> dict[str, list[str]]:
     """The modules of ``model.base_model`` that transformers' plan cuts by columns and by rows."""
     # The plan of a vision-language model is of its text; each rank computes the whole tower.
     prefix = "language_model." if is_vision_model(model) else ""
     names = [name for name, _ in model.base_model.named_modules()]
     split: dict[str, list[str]] = {COLUMN: [], ROW: []}
-    for pattern, style in _plan(model).items():
+    config = model.config.get_text_config()
+    source = CONFIG_MAPPING[SAME_LAYERS[config.model_type]] if config.model_type in SAME_LAYERS else config
+    for pattern, style in (getattr(source, "base_model_tp_plan", None) or {}).items():
         matches = [name for name in names if fnmatchcase(name, prefix + pattern)]
         if style in split:
             split[style] += matches
@@ -153,19 +154,6 @@ def _partial(model: PreTrainedModel, split: Mapping[str, list[str]], shards: Mod
         # Inside, each rank has other heads or columns; outside, other tokens, if tokens are spread.
         if shards.sequence_parallel or (name.startswith(inside) and not after_rows):
             yield name
-
-
-def _cut_columns(module: nn.Module, mesh: DeviceMesh) -> None:
-    """``x -> x @ own rows of the weight``: this rank's output features."""
-    shard_parameter(module, "weight", mesh, 0)
-    shard_parameter(module, "bias", mesh, 0)
-    _compute_by(module, partial(_columns, cast("nn.Linear", module)))
-
-
-def _cut_rows(module: nn.Module, mesh: DeviceMesh, shards: ModelShards) -> None:
-    """``own input features -> the sum over ranks``, and the bias once."""
-    shard_parameter(module, "weight", mesh, 1)
-    _compute_by(module, partial(_rows, cast("nn.Linear", module), shards))
 
 
 def _enter(

@@ -255,18 +255,14 @@ def _planned(
 ) -> tuple[PreTrainedModel, CheckpointTensors, TensorSource]:
     """The Hugging Face model, without memory if its files allow it; its checkpoint tensors, and their values."""
     config = context.config.model
-    _check_router_aux(context.config)
-    model, weights = planned_model(config, context.seed)
-    context.check_model(model.config)
-    require_device_memory(context, model)
-    return model, CheckpointTensors.of(model, config), weights
-
-
-def _check_router_aux(config: MegatronConfig) -> None:
-    coefficient = config.model.router_aux_coef
-    if coefficient and (config.layout.pp > 1 or config.options.recompute == "full"):
+    coefficient = config.router_aux_coef
+    if coefficient and (context.config.layout.pp > 1 or context.config.options.recompute == "full"):
         raise UnsupportedCapability(
             f"model.router_aux_coef = {coefficient}: the engine 'megatron' has {Capability.AUX_LOSS.value!r} only "
             "where the routers' logits, with their gradients, are on the rank of the loss; set it to 0, or layout.pp "
             "to 1 and options.recompute to 'none' or 'selective'"
         )
+    model, weights = planned_model(config, context.seed)
+    context.check_model(model.config)
+    require_device_memory(context, model)
+    return model, CheckpointTensors.of(model, config), weights

@@ -56,9 +56,16 @@ def install(device: torch.device) -> None:
         return
     for name in SITES:
         use_cpu(importlib.import_module(f"megatron.core.{name}"))
-    _replace_random_state()
+    # It asks CUDA for its generators; `fork` warns where the CPU's state moves, which is what moves here.
+    random = cast("Any", importlib.import_module("megatron.core.tensor_parallel.random"))
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).addFilter(_is_no_move_of_the_cpu_state)
     _replace_splits()
-    _leave_uncompiled()
+    # Undo `jit_fuser` (fused_bias_swiglu.py), whose first call takes 12 s of a C++ compiler on the CPU.
+    fusions = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
+    for name, function in list(vars(fusions).items()):
+        fusions.__dict__[name] = getattr(function, "_torchdynamo_orig_callable", function)
     # It would advise an environment variable of CUDA, once on each rank.
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
@@ -138,27 +145,8 @@ class _CPUForCUDA(TorchFunctionMode):
         return result
 
 
-def _replace_random_state() -> None:
-    """The random state of the device is that of the CPU.
-
-    ``_get_cuda_rng_state`` and ``_set_cuda_rng_state`` ask CUDA for its generators; ``fork`` warns where
-    the CPU's state moves, which is what moves here.
-    """
-    random = cast("Any", importlib.import_module("megatron.core.tensor_parallel.random"))
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    logging.getLogger(random.__name__).addFilter(_is_no_move_of_the_cpu_state)
-
-
 def _is_no_move_of_the_cpu_state(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
-
-
-def _leave_uncompiled() -> None:
-    """Undo `jit_fuser` (fused_bias_swiglu.py), whose first call takes 12 s of a C++ compiler on the CPU."""
-    fusions = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
-    for name, function in list(vars(fusions).items()):
-        fusions.__dict__[name] = getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def _replace_splits() -> None:

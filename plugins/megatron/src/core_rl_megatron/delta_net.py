@@ -93,17 +93,13 @@ def _install_stand_ins() -> None:
         "causal_conv1d": causal_conv1d,
         "chunk_gated_delta_rule": gated_delta_rule,
     }
-    for module in _modules():
+    package = importlib.import_module(PACKAGE)
+    inner = MODULES[1:] if hasattr(package, "__path__") else ()
+    for module in [package, *map(importlib.import_module, inner)]:
         cpu_shim.use_cpu(module)
         for name, value in names.items():
             if hasattr(module, name):
                 setattr(module, name, value)
-
-
-def _modules() -> list[Any]:
-    package = importlib.import_module(PACKAGE)
-    inner = MODULES[1:] if hasattr(package, "__path__") else ()
-    return [package, *map(importlib.import_module, inner)]
 
 
 def l2norm(values: Tensor) -> Tensor:

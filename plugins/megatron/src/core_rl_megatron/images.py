@@ -28,7 +28,15 @@ class StageImages(nn.Module):
 
     def __init__(self, model: PreTrainedModel, *, tower: bool) -> None:
         super().__init__()
-        self.trunk = _trunk_without_text(model, tower=tower)
+        with torch.device("meta"):
+            trunk: PreTrainedModel = AutoModel.from_config(
+                model.config, attn_implementation="sdpa", dtype=torch.float32
+            )
+        del trunk.language_model
+        if not tower:
+            del trunk.visual
+        Unloaded(trunk, TensorDict({}), frozenset()).materialize(trunk, torch.device("cpu"))
+        self.trunk = trunk
         self.register_buffer("axes", frequency_axes(model.config.get_text_config()), persistent=False)
         self._packed = PackedVision(self.trunk)
 
@@ -41,18 +49,6 @@ class StageImages(nn.Module):
     def features(self, batch: SequenceBatch, tokens: TokenSlice) -> ImageFeatures:
         """Run the tower, on a blank image where ``batch`` has none."""
         return self._packed.features(batch, tokens)
-
-
-def _trunk_without_text(model: PreTrainedModel, *, tower: bool) -> PreTrainedModel:
-    with torch.device("meta"):
-        trunk: PreTrainedModel = AutoModel.from_config(
-            model.config, attn_implementation="sdpa", dtype=torch.float32
-        )
-    del trunk.language_model
-    if not tower:
-        del trunk.visual
-    Unloaded(trunk, TensorDict({}), frozenset()).materialize(trunk, torch.device("cpu"))
-    return trunk
 
 
 def level_count(model: PretrainedConfig) -> int:

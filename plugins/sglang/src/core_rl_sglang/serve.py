@@ -54,25 +54,24 @@ def apply_workarounds() -> None:
 
     if torch.cuda.is_available():
         return
-    _declare_torchvision()
-    if importlib.util.find_spec("sgl_kernel") is None:
-        _add_kernel_stubs()
-    if "--enable-lora" in sys.argv:
-        _disable_pinned_memory()
-    if SERVES_IMAGES in os.environ:
-        _declare("sgl_kernel", *(f"{name}() -> ()" for name in CPU_OPERATORS))
-
-
-def _declare_torchvision() -> None:
-    """The compiled part of a torchvision for CUDA does not load with a CPU torch, and its import fails.
-
-    It registers fake kernels for two operators; their schemas are all that it needs for that.
-    """
+    # The compiled part of a torchvision for CUDA does not load with a CPU torch, and its import fails.
+    # It registers fake kernels for two operators; their schemas are all that it needs for that.
     _declare(
         "torchvision",
         "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
         "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     )
+    if importlib.util.find_spec("sgl_kernel") is None:
+        # The CPU build is not on PyPI; nothing calls these functions without speculative decoding.
+        module = types.ModuleType("sgl_kernel")
+        module.__spec__ = importlib.util.spec_from_loader("sgl_kernel", None)
+        for name in CPU_KERNELS:
+            setattr(module, name, _missing(name))
+        sys.modules["sgl_kernel"] = module
+    if "--enable-lora" in sys.argv:
+        _disable_pinned_memory()
+    if SERVES_IMAGES in os.environ:
+        _declare("sgl_kernel", *(f"{name}() -> ()" for name in CPU_OPERATORS))
 
 
 def _declare(namespace: str, *schemas: str) -> None:
@@ -86,15 +85,6 @@ def _declare(namespace: str, *schemas: str) -> None:
         except RuntimeError as error:
             if "multiple times" not in str(error):  # the package's own part has loaded
                 raise
-
-
-def _add_kernel_stubs() -> None:
-    """The CPU build of ``sgl_kernel`` is not on PyPI; nothing calls these functions without speculative decoding."""
-    module = types.ModuleType("sgl_kernel")
-    module.__spec__ = importlib.util.spec_from_loader("sgl_kernel", None)
-    for name in CPU_KERNELS:
-        setattr(module, name, _missing(name))
-    sys.modules["sgl_kernel"] = module
 
 
 def _disable_pinned_memory() -> None:

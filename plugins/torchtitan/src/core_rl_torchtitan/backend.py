@@ -171,7 +171,18 @@ class TorchtitanBackend(HFBackend[TorchtitanConfig]):
         context.check_model(planned.config)
         require_device_memory(context, planned)
         decoder_of = decoder_config(planned.config, context.layout, config.model.head)
-        runs = _written_runs(probed_runs(decoder_of), planned, scalar=config.model.head != "lm")
+        runs = {f"decoder.{name}": parts for name, parts in probed_runs(decoder_of).items()}
+        if config.model.head != "lm":
+            del runs["decoder.lm_head.weight"]
+            runs["score.weight"] = (Run("score.weight", None, 0, 1, 1, 0),)
+        parameters = {name: tuple(parameter.shape) for name, parameter in planned.named_parameters()}
+        expected = checkpoint_layout(planned).shapes(parameters).keys()
+        written = {run.name for parts in runs.values() for run in parts}
+        if written != set(expected):
+            raise UnsupportedCapability(
+                f"transformers writes {type(planned).__name__} with {sorted(set(expected) - written)[:3]}, and "
+                f"torchtitan with {sorted(written - set(expected))[:3]}; use the engine 'fsdp'"
+            )
         with torch.device("meta"):
             self.packed = PackedDecoder(decoder_of.build(), config.model.head, self.meshes.shards)
         _freeze(self.packed, runs, planned)
@@ -249,28 +260,6 @@ def materialize(packed: PackedDecoder, device: torch.device) -> None:
     first.init_states(buffer_device=device)
     for rope in others:
         rope.register_buffer("cache", first.cache, persistent=False)
-
-
-def _written_runs(
-    probed: dict[str, tuple[Run, ...]], planned: PreTrainedModel, *, scalar: bool
-) -> dict[str, tuple[Run, ...]]:
-    """``probed`` by the names of `PackedDecoder`; with a ``scalar`` head in the place of the language model's.
-
-    Raises `UnsupportedCapability` where transformers writes other tensors than torchtitan's adapter.
-    """
-    runs = {f"decoder.{name}": parts for name, parts in probed.items()}
-    if scalar:
-        del runs["decoder.lm_head.weight"]
-        runs["score.weight"] = (Run("score.weight", None, 0, 1, 1, 0),)
-    parameters = {name: tuple(parameter.shape) for name, parameter in planned.named_parameters()}
-    expected = checkpoint_layout(planned).shapes(parameters).keys()
-    written = {run.name for parts in runs.values() for run in parts}
-    if written != set(expected):
-        raise UnsupportedCapability(
-            f"transformers writes {type(planned).__name__} with {sorted(set(expected) - written)[:3]}, and torchtitan "
-            f"with {sorted(written - set(expected))[:3]}; use the engine 'fsdp'"
-        )
-    return runs
 
 
 def _freeze(packed: PackedDecoder, runs: dict[str, tuple[Run, ...]], planned: PreTrainedModel) -> None:

@@ -96,7 +96,12 @@ def probed_runs(config: Decoder.Config) -> dict[str, tuple[Run, ...]]:
         owner = int(torch.searchsorted(owners, rows[:1], right=True)) - 1
         name = list(shapes)[owner]
         runs[name] += _runs(hf_name, rows - starts[name], shapes[name])
-    _require_all_rows(runs, shapes)
+    for name, shape in shapes.items():
+        count = sum(run.count for run in runs[name])
+        if count != _rows(shape):
+            raise EngineContractError(
+                f"torchtitan's adapter writes {count} of the {_rows(shape)} rows of {name!r}"
+            )
     return {name: tuple(parts) for name, parts in runs.items()}
 
 
@@ -137,13 +142,3 @@ def _runs(name: str, rows: Tensor, shape: Shape) -> Iterator[Run]:
             at = change + 1
     if at < len(rows):
         yield Run(name, expert, int(rows[at]), 1, 1, at)
-
-
-def _require_all_rows(runs: Mapping[str, list[Run]], shapes: Mapping[str, Shape]) -> None:
-    """Raise `EngineContractError` unless the adapter writes each row of each parameter once."""
-    for name, shape in shapes.items():
-        count = sum(run.count for run in runs[name])
-        if count != _rows(shape):
-            raise EngineContractError(
-                f"torchtitan's adapter writes {count} of the {_rows(shape)} rows of {name!r}"
-            )

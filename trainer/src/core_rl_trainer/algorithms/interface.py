@@ -193,19 +193,14 @@ def make_interface(abstraction: ModelInterfaceAbstraction) -> ModelInterface[Any
     Raises `ConfigError` for an unknown, ambiguous or broken name and for settings it does not take.
     """
     name = abstraction.type
-    cls, values = interface_class(name), _with_preset(name, abstraction.args)
-    return cls(parse_config(cls.config_class, values, f"interface {name!r}"))
-
-
-def _with_preset(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """``args`` over the settings of the preset ``name``; a section without ``type`` changes single fields of it."""
     preset = PRESETS.get(name, {})
-    merged = {**preset, **args}
+    values = {**preset, **abstraction.args}
     for section in ("advantage", "loss"):
-        changes = args.get(section)
+        changes = abstraction.args.get(section)
         if isinstance(changes, Mapping) and "type" not in changes:
-            merged[section] = {**preset.get(section, {}), **changes}
-    return merged
+            values[section] = {**preset.get(section, {}), **changes}
+    cls = interface_class(name)
+    return cls(parse_config(cls.config_class, values, f"interface {name!r}"))
 
 
 def interface_class(name: str) -> type[ModelInterface[Any]]:

@@ -200,7 +200,13 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         if config.mask_truncated_completions:
             truncated = truncated_sequences(batch, "mask_truncated_completions")
             batch = batch.select((~truncated).nonzero().flatten().tolist())
-        return batch.with_tokens(**self._weights(batch, comm))
+        # Over the sequences that are trained.
+        config, fields = self.config, dict[str, torch.Tensor]()
+        if config.whiten_advantages:
+            fields[ADVANTAGES] = whiten(batch[ADVANTAGES], batch.loss_mask, comm)
+        if config.correction is not None:
+            fields[IMPORTANCE] = config.correction.limited(config.correction.ratios(batch))
+        return batch.with_tokens(**fields)
 
     def _penalties(self, batch: SequenceBatch) -> torch.Tensor | None:
         """The KL penalty that is subtracted from the reward of each token, ``[T]``."""
@@ -213,15 +219,6 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         if VALUES not in batch:
             return {ADVANTAGES: advantages}
         return {ADVANTAGES: advantages, RETURNS: masked_fill(batch[VALUES], batch.loss_mask) + advantages}
-
-    def _weights(self, batch: SequenceBatch, comm: Comm) -> dict[str, torch.Tensor]:
-        """Fields over the sequences that are trained: whitened advantages, and weights of off-policy tokens."""
-        config, fields = self.config, dict[str, torch.Tensor]()
-        if config.whiten_advantages:
-            fields[ADVANTAGES] = whiten(batch[ADVANTAGES], batch.loss_mask, comm)
-        if config.correction is not None:
-            fields[IMPORTANCE] = config.correction.limited(config.correction.ratios(batch))
-        return fields
 
     def _divergence(self, batch: SequenceBatch, estimator: KLEstimator) -> torch.Tensor:
         """Estimates of KL(policy || reference) before the updates, ``[T]``."""

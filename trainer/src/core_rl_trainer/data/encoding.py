@@ -56,7 +56,13 @@ def encode_prompt(
     turn of the assistant is continued. Raises what `ChatFormat.template` raises.
     """
     if not isinstance(prompt, str):
-        return _prompt_ids(chat_format, prompt, example)
+        chat = _Chat.of(chat_format.template(example), prompt)
+        if prompt[-1]["role"] != "assistant":
+            text = chat.prompt(len(prompt))
+        else:  # its turn is continued itself
+            before, completion = chat.turn(len(prompt) - 1)
+            text = before + completion[: _end_of_text(message_text(prompt[-1]), completion)]
+        return chat_format.opened(text_ids(chat_format.tokenizer, text))
     _refuse_chat_fields(example)
     return chat_format.opened(text_ids(chat_format.tokenizer, _without_eos(chat_format.tokenizer, prompt)))
 
@@ -133,17 +139,6 @@ def _without_eos(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
 
 
 # ----------------------------------------------------------------------- chats
-
-
-def _prompt_ids(chat_format: ChatFormat, messages: Messages, example: Mapping[str, Any]) -> list[int]:
-    """Token ids of ``messages``, ready to be continued; a last turn of the assistant is continued itself."""
-    chat = _Chat.of(chat_format.template(example), messages)
-    if messages[-1]["role"] != "assistant":
-        prompt = chat.prompt(len(messages))
-    else:
-        before, completion = chat.turn(len(messages) - 1)
-        prompt = before + completion[: _end_of_text(message_text(messages[-1]), completion)]
-    return chat_format.opened(text_ids(chat_format.tokenizer, prompt))
 
 
 def encode_chat(

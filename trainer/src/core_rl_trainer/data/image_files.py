@@ -96,7 +96,15 @@ def _source(value: object, directory: Path | None) -> str | bytes:
     if isinstance(value, bytes | bytearray):
         return bytes(value)
     if isinstance(value, Mapping):
-        return _source_of_object(value, directory)
+        name = next((key for key in KEYS if value.get(key) not in (None, "", b"")), None)
+        if name is None:
+            raise BatchError(
+                f"is the object {shortened(value)}, which has neither 'bytes' nor 'path'; write either"
+            )
+        if (unread := unread_key(value)) is not None:
+            raise BatchError(f"has {unread!r}, which is not read; {UNREAD_FIX}")
+        inner = value[name]
+        return _decoded(inner) if name in ENCODED and isinstance(inner, str) else _source(inner, directory)
     if is_picture(value):
         return png(value)
     if isinstance(value, list | tuple | np.ndarray):
@@ -126,18 +134,6 @@ def _source_of_text(text: str, directory: Path | None) -> str | bytes:
             "`hf download --repo-type dataset NAME --local-dir DIRECTORY`, and name the directory as the source"
         )
     return str((directory or Path()) / path)
-
-
-def _source_of_object(value: Mapping[str, object], directory: Path | None) -> str | bytes:
-    name = next((key for key in KEYS if value.get(key) not in (None, "", b"")), None)
-    if name is None:
-        raise BatchError(
-            f"is the object {shortened(value)}, which has neither 'bytes' nor 'path'; write either"
-        )
-    if (unread := unread_key(value)) is not None:
-        raise BatchError(f"has {unread!r}, which is not read; {UNREAD_FIX}")
-    inner = value[name]
-    return _decoded(inner) if name in ENCODED and isinstance(inner, str) else _source(inner, directory)
 
 
 def unread_key(value: Mapping[str, object]) -> str | None:

@@ -242,19 +242,14 @@ def read_hub(
         raise ConfigError(_problem(name, revision, error)) from error
     origin = name if revision is None else f"{name}@{revision}"
     examples = _rows(origin, _select_split(origin, tables, split, default_split))
-    return replace(examples, digest=_digest(examples))
-
-
-def _digest(examples: Examples) -> str:
-    """The sha256 of the rows; fingerprints of ``datasets`` depend on its cache as well."""
-    total = hashlib.sha256()
+    total = hashlib.sha256()  # fingerprints of ``datasets`` depend on its cache as well
     for row in examples.rows:
         try:
             text = json_text(row.read())
         except BatchError as error:
             text = str(error)
         total.update(f"{text}\n".encode())
-    return total.hexdigest()
+    return replace(examples, digest=total.hexdigest())
 
 
 def _load(datasets: ModuleType, name: str, revision: str | None, config: str | None) -> Any:

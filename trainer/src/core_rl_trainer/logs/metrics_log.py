@@ -116,6 +116,9 @@ class WandbBoard:
     def __init__(self, section: WandbSection, directory: Path, config: Mapping[str, Any]) -> None:
         wandb = load_wandb()
         try:
+            path = directory / ".wandb-run"  # a resumed run keeps its identifier
+            if not path.is_file():
+                path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
             self._run = wandb.init(
                 project=section.project,
                 entity=section.entity,
@@ -123,7 +126,7 @@ class WandbBoard:
                 group=section.group,
                 tags=section.tags,
                 mode=section.mode,
-                id=_run_id(directory / ".wandb-run"),
+                id=path.read_text(encoding="utf-8"),
                 resume="allow",
                 dir=str(directory),
                 config=dict(config),
@@ -151,13 +154,6 @@ def load_wandb() -> Any:
             "the recipe has a section 'wandb', and Weights & Biases is not installed: pip install wandb, or remove the "
             "section"
         ) from error
-
-
-def _run_id(path: Path) -> str:
-    """The identifier of a run in the file ``path``, written once: a resumed run keeps it."""
-    if not path.is_file():
-        path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
-    return path.read_text(encoding="utf-8")
 
 
 class MetricsLog(StepLog):

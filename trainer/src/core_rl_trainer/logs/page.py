@@ -22,7 +22,7 @@ from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.logs.samples import LARGEST_SIDE
 
 Status = Literal["running", "stopped", "complete"]
-Points = tuple[tuple[float, float | None], ...]
+Points = Sequence[tuple[float, float | None]]
 
 TEMPLATES = Path(__file__).parent / "templates"
 COLOURS = {"running": "not-run", "stopped": "failed", "complete": "passed"}
@@ -115,6 +115,7 @@ class RunPage:
         ``problem`` is why a run stopped, and ``restarts`` are those after ranks or machines were lost.
         """
         charts = charts_of(rows)
+        grouped = [(step, list(group)) for step, group in groupby(samples, lambda row: int(row["step"]))]
         values = {
             **self._settled,
             "recipe_text": self._recipe_text,
@@ -128,7 +129,7 @@ class RunPage:
             "evaluations": _held_out(rows, charts.labels),
             "best": best,
             "charts": charts,
-            "samples": _by_step(samples),
+            "samples": grouped[::-1][:EVALUATIONS],  # the newest first
             "restarts": restarts,
         }
         return self._environment.get_template("run.html.jinja").render(values)
@@ -136,7 +137,11 @@ class RunPage:
 
 def charts_of(rows: Sequence[Row]) -> Charts:
     """Charts of all metrics in ``rows``; a metric that equals an earlier one is named in the legend of that."""
-    series = _series(rows)
+    series: dict[str, list[tuple[float, float | None]]] = {}  # None where the value is not finite
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("step", "version"):
+                series.setdefault(name, []).append((row["step"] or 0.0, value))
     of_rollouts = _groups(FIRST_OF_ROLLOUTS, series)
     of_data = _groups(FIRST_OF_DATA, series)
     first, main = (of_rollouts, of_data) if of_rollouts else (of_data, [])
@@ -157,16 +162,6 @@ def main_chart(rows: Sequence[Row]) -> Chart | None:
     """The chart of the reward, or of the loss where there is none."""
     charts = charts_of(rows)
     return next(iter(charts.first + charts.main), None)
-
-
-def _series(rows: Sequence[Row]) -> dict[str, Points]:
-    """Step and value of each metric, None where the value is not finite."""
-    series: dict[str, list[tuple[float, float | None]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name not in ("step", "version"):
-                series.setdefault(name, []).append((row["step"] or 0.0, value))
-    return {name: tuple(points) for name, points in series.items()}
 
 
 def _groups(groups: Groups, series: Mapping[str, Points]) -> list[tuple[str, list[str]]]:
@@ -212,12 +207,6 @@ def _held_out(rows: Sequence[Row], labels: Mapping[str, str]) -> HeldOut | None:
         last=int(last["step"] or 0),
         rows=tuple((label, first.get(name), last[name]) for name, label in shown.items()),
     )
-
-
-def _by_step(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[Mapping[str, Any]]]]:
-    """The newest first."""
-    grouped = [(step, list(rows)) for step, rows in groupby(samples, lambda row: int(row["step"]))]
-    return grouped[::-1][:EVALUATIONS]
 
 
 def _number(value: float | None) -> str:

@@ -206,15 +206,7 @@ def _reason(field: str) -> str:
 
 
 def _with_defaults(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``recipe`` with the defaults of fields that it was written without, by an earlier version."""
-    try:
-        return parse_config(Recipe, _without_retired(recipe)).model_dump(mode="json", exclude={"fresh"})
-    except ConfigError:  # it has fields that there are no more: those differ
-        return recipe
-
-
-def _without_retired(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """``recipe`` without fields of an earlier version that had no effect, and with the present names of others."""
+    """``recipe`` of an earlier version with present names, and with the defaults of fields that it lacks."""
     values = copy.deepcopy(dict(recipe))
     for section in ("trackio", "cluster"):  # no step depends on them
         values.pop(section, None)
@@ -223,7 +215,10 @@ def _without_retired(recipe: Mapping[str, Any]) -> dict[str, Any]:
         if field in part and (present := meaning(part[field])) is not None:
             del part[field]
             part.update(present)
-    return values
+    try:
+        return parse_config(Recipe, values).model_dump(mode="json", exclude={"fresh"})
+    except ConfigError:  # it has fields that there are no more: those differ
+        return recipe
 
 
 def _model_digests(model: ModelSection) -> Iterator[tuple[str, str]]:

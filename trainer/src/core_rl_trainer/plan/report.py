@@ -184,21 +184,17 @@ def _role(
 def estimate_memory(config: TrainEngineConfig, model: Footprint, tokens: int) -> MemoryEstimate:
     """The memory of one rank for micro-batches of ``tokens``; see the module's docstring."""
     state = config.state_bytes(model.parameters, 0 if config.optimizer is None else model.trained)
+    gradient = 4 * model.largest / config.layout.tp if config.optimizer is not None else 0.0
+    # A rank gathers its own experts alone.
+    present = model.parameters - model.experts + model.experts // config.layout.ep
     return MemoryEstimate(
         weights=state.weights,
         gradients=state.gradients,
         moments=state.moments,
-        transient=_transient(config, model),
+        transient=gradient + config.gathered_bytes(present, model.outer, model.layers),
         activations=_activations(config, model, tokens),
         logits=_logits(config, model, tokens),
     )
-
-
-def _transient(config: TrainEngineConfig, model: Footprint) -> float:
-    gradient = 4 * model.largest / config.layout.tp if config.optimizer is not None else 0.0
-    # A rank gathers its own experts alone.
-    present = model.parameters - model.experts + model.experts // config.layout.ep
-    return gradient + config.gathered_bytes(present, model.outer, model.layers)
 
 
 def _activations(config: TrainEngineConfig, model: Footprint, tokens: int) -> float:

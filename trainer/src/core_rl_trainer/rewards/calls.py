@@ -249,7 +249,9 @@ async def awaited(value: Awaitable[_Value]) -> _Value:
 
 async def call_on_loop(loop: LoopThread, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
     """Run a coroutine function on its own event ``loop``, so that a blocking call stalls only that loop."""
-    outcome, coroutine = _pending(), function(*args)
+    outcome: Future[Callable[[], Any]] = Future()
+    outcome.set_running_or_notify_cancel()  # a caller that gives up leaves it as it is
+    coroutine = function(*args)
 
     async def work() -> None:
         try:
@@ -267,13 +269,6 @@ async def call_on_loop(loop: LoopThread, function: Callable[..., Awaitable[Any]]
         _note_place(cancelled, function, [] if frame is None else [(frame, frame.f_lineno)])
         running.cancel()
         raise
-
-
-def _pending() -> Future[Callable[[], Any]]:
-    """The outcome of a call in another thread, which returns or raises. A caller that gives up leaves it as it is."""
-    outcome: Future[Callable[[], Any]] = Future()
-    outcome.set_running_or_notify_cancel()
-    return outcome
 
 
 def _raised(error: BaseException) -> Any:

@@ -94,7 +94,8 @@ class SupervisedLearner(Learner):
             values = self.references.setdefault(name, {})
             missing = [row for row in rows if row not in values]
             if missing:
-                values |= self._reference_logprobs(self._datasets[name], missing)
+                held_out = {} if self.data.held_out is None else {"eval": self.data.held_out}
+                values |= self._reference_logprobs(({"train": self.data.train} | held_out)[name], missing)
                 path = self.directory.reference(name)
                 temporary = path.with_suffix(".tmp")
                 save_file({str(row): value for row, value in values.items()}, temporary)
@@ -135,11 +136,6 @@ class SupervisedLearner(Learner):
                 self.references[name] = {int(row): value for row, value in load_file(path).items()}
         self.start()  # of rows that more steps draw, or of another run: the engine still has the initial weights
         super().restore(checkpoint)
-
-    @property
-    def _datasets(self) -> dict[str, SampleDataset]:
-        held_out = {} if self.data.held_out is None else {"eval": self.data.held_out}
-        return {"train": self.data.train} | held_out
 
     def _reference_logprobs(self, dataset: SampleDataset, rows: Sequence[int]) -> LogProbs:
         """The log-probs of ``rows`` of ``dataset`` with the present weights."""

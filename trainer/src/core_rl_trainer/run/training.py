@@ -53,7 +53,10 @@ class Restarts:
 
         ``opened`` is true if the machines were there.
         """
-        loss, limit = _loss(error), self._cluster.restarts
+        loss: BaseException | None = error
+        while loss is not None and not isinstance(loss, LOSSES):
+            loss = loss.__cause__
+        limit = self._cluster.restarts
         if loss is None:
             raise error
         if not opened:
@@ -88,14 +91,6 @@ class Restarts:
                 "reason": reason,
             }
         )
-
-
-def _loss(error: BaseException) -> GroupError | None:
-    """The loss of ranks that led to ``error``: itself, or the first in its chain of causes."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, LOSSES):
-        cause = cause.__cause__
-    return cause
 
 
 logger = logging.getLogger(__name__)

@@ -190,8 +190,11 @@ class MultiTurnWorkflow(GroupWorkflow):
                 return total
             subject = f"sample {position[0]}, completion {position[1]}, turn {turn}:"
             observation = await self._call(environment, environment.step(response.output_ids), subject)
-            total += self._reward_of(observation, environment, subject)
-            ids = self._token_ids(observation.ids, f"{subject} the environment {name_of(environment)}")
+            subject += f" the environment {name_of(environment)}"
+            if not isinstance(observation, Observation):
+                raise RolloutError(f"{subject} returned {observation!r}; step() returns an Observation")
+            total += as_reward(observation.reward, subject)
+            ids = self._token_ids(observation.ids, subject)
             if observation.done:
                 return total
             room = self.max_tokens is None or len(transcript) + len(ids) < self.max_tokens
@@ -225,12 +228,6 @@ class MultiTurnWorkflow(GroupWorkflow):
             function=getattr(environment, "__wrapped__", type(environment).step),
             setting="rollout.step_timeout_s",
         )
-
-    def _reward_of(self, observation: object, environment: Environment, subject: str) -> float:
-        full_subject = f"{subject} the environment {name_of(environment)}"
-        if not isinstance(observation, Observation):
-            raise RolloutError(f"{full_subject} returned {observation!r}; step() returns an Observation")
-        return as_reward(observation.reward, full_subject)
 
     def _token_ids(self, ids: Iterable[Any], subject: str) -> list[int]:
         """``ids`` as integers, or a `RolloutError` that begins with ``subject``."""
