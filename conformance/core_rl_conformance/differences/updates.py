@@ -113,6 +113,9 @@ def read_update(steps: Sequence[Step]) -> dict[str, str] | None:
     place = min(
         (_descend(samples, start) for start in starts[:2]), key=lambda x: float(samples.residual(x)[0].norm())
     )
+    unclipped = torch.stack([*place[:2], ends[1] + 1.0])
+    if samples.residual(unclipped)[0].norm() <= (1 + DIGITS) * samples.residual(place)[0].norm():
+        place = unclipped  # a limit at the largest norm fits as well
     rest, decay = samples.residual(place)
     if (rest * samples.errors.flatten()).norm() > EXPLAINED * samples.moves.norm():
         return dict.fromkeys(UPDATE, "not AdamW")

@@ -204,13 +204,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
             self._on_worker(self._install_from_disk, meta)
             return
         if meta.method == "lora":
-            lora = self.config.model.lora
-            assert lora is not None  # the core asks only then
-            with weight_update(meta).receive(RECEIVE_TIMEOUT_S) as received:
-                assert received.adapter is not None
-                received.adapter.require_fit(lora, self._base_digest)
-                factors = {name: tensor.clone() for bucket in received for name, tensor in bucket}
-                self._on_worker(self._install_adapter, factors, meta.version)
+            self._receive_adapter(meta)
             return
         with weight_update(meta).receive_copies(RECEIVE_TIMEOUT_S) as buckets:
             # Requests use the old weights until all of the new ones have arrived.
@@ -229,6 +223,15 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         weights = self._received.decode(items)
         self._on_worker(self._install_tensors, weights.tensors, meta.version)
         self._received.commit(weights, meta.version)
+
+    def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
+        lora = self.config.model.lora
+        assert lora is not None  # the core asks only then
+        with weight_update(meta).receive(RECEIVE_TIMEOUT_S) as received:
+            assert received.adapter is not None
+            received.adapter.require_fit(lora, self._base_digest)
+            factors = {name: tensor.clone() for bucket in received for name, tensor in bucket}
+            self._on_worker(self._install_adapter, factors, meta.version)
 
     def _base_digest(self) -> str:
         state = HFShardedState(self._model, None, {}, Comm())

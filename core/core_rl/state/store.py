@@ -119,13 +119,7 @@ class TensorStore:
                 return part.tensor.detach().to(self._dtype(kind, part.name, part.tensor.dtype))
 
             return self._placed(kind), state.local(kind), cast
-        # Full factors of every product, on all ranks.
-        names = [name for product in self._products.values() for name in (product.a, product.b)]
-        placed = self._restricted(names)
-        local_slices = (part for part in self._backend.state().local("master") if part.name in placed.shapes)
-        gather = Gather(world=self.world, writer=self._writer, on_all_ranks=True)
-        stream = gather.stream(placed, local_slices)
-        factors = {name: full.detach().float().clone() for name, full in stream if full is not None}
+        factors = self._factors()
 
         def merge(part: LocalSlice) -> Tensor:
             weight, product = part.tensor.detach().float(), self._products.get(part.name)
@@ -144,6 +138,15 @@ class TensorStore:
             {n: placed.boxes[n] for n in selected},
             placed.copies,
         )
+
+    def _factors(self) -> dict[str, Tensor]:
+        """Full factors of every product, on all ranks; collective."""
+        names = [name for product in self._products.values() for name in (product.a, product.b)]
+        placed = self._restricted(names)
+        local_slices = (part for part in self._backend.state().local("master") if part.name in placed.shapes)
+        gather = Gather(world=self.world, writer=self._writer, on_all_ranks=True)
+        stream = gather.stream(placed, local_slices)
+        return {name: full.detach().float().clone() for name, full in stream if full is not None}
 
     def _dtype(self, kind: str, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a tensor is exported."""
@@ -245,7 +248,7 @@ def global_grad_norm(slices: Iterable[LocalSlice], world: Comm) -> float:
 def _square_sum(grads: list[Tensor]) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float64)
-    if all(tensor.is_cuda for tensor in grads):
+    if _on_cuda(grads):
         # One kernel for all; squares below 1e-38 are 0 in float32.
         return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
@@ -254,6 +257,10 @@ def _square_sum(grads: list[Tensor]) -> Tensor:
             upcast = piece.double()
             total += torch.dot(upcast, upcast)
     return total
+
+
+def _on_cuda(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_cuda for tensor in tensors)
 
 
 def digest_of_parts(world: Comm, parts: Iterable[tuple[str, Tensor]]) -> str:
