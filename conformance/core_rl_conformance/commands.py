@@ -245,14 +245,7 @@ def doctor(  # noqa: PLR0913, PLR0917  (the options of a command)
     if server is None and (wire or take_over):
         raise ConfigError("--wire and --take-over are of a server; give --server=URL, or leave them out")
     arguments = ServerArguments(
-        url=server or "",
-        command="",
-        wire=wire or "",
-        model_dir=str(model),
-        take_over=take_over,
-        key_variable=None,
-        dtype=dtype,
-        device="cpu",
+        url=server or "", wire=wire or "", model_dir=str(model), take_over=take_over, dtype=dtype
     )
     diagnosis = diagnose(engines, model, data, dtype, cuts, arguments if server else None)
     document = diagnosis.model_dump_json(indent=2)

@@ -59,6 +59,7 @@ STAGES: Mapping[str, Sequence[str]] = {
 }
 """Checks by the part of a step that they judge, in order, of train and of inference engines. Checks of gradients
 compare the loss first."""
+SUITE = ("--pyargs", "core_rl_conformance", "-p", "no:cacheprovider")
 NOT_JUDGED = "could not be judged: "
 PLACE = re.compile(r"^ *first(?:: | at )(?P<place>.+?)(?: \[| by |: expected)", re.MULTILINE)
 HINT = re.compile(rf"^ *{LOOKS_LIKE}.+$", re.MULTILINE)
@@ -169,17 +170,7 @@ def _results(options: Sequence[str], file: Path) -> tuple[CaseRecord, ...]:
     """The results of a session with ``options``, which shows its progress on the standard error."""
     checks = [f"--check={check}" for check in _checks()]
     with redirect_stdout(sys.stderr):
-        code = pytest.main(
-            [
-                *options,
-                *checks,
-                f"--report={file}",
-                "--pyargs",
-                "core_rl_conformance",
-                "-p",
-                "no:cacheprovider",
-            ]
-        )
+        code = pytest.main([*options, *checks, f"--report={file}", *SUITE])
     if code not in FINISHED:
         raise ConfigError(f"the session ended early, with pytest's exit code {int(code)}; see its text above")
     return read_report(file).results

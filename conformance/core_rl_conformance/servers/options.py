@@ -24,16 +24,16 @@ class ServerArguments:
 
     url: str
     """Such as ``http://127.0.0.1:8000``; empty with a command."""
-    command: str
+    command: str = ""
     """The command that starts a server of ``{model}`` on ``{port}``; empty for a server that runs."""
     wire: str
     model_dir: str
-    take_over: bool
+    take_over: bool = False
     """Whether the session may change its weights, its version and its state."""
-    key_variable: str | None
+    key_variable: str | None = None
     """The environment variable with its API key."""
-    dtype: DType | None
-    device: str
+    dtype: DType | None = None
+    device: str = "cpu"
 
     def require_valid(self) -> None:
         """Raise one `ConfigError` with everything that is wrong."""
