@@ -184,7 +184,9 @@ class PlanBuilder:
         name = recipe.algorithm.type
         if isinstance(interface, SupervisedInterface):
             _warn_of(name, "data", [repr(field) for field in FOR_ROLLOUTS if _is_set(recipe, field)])
-            refused = [field for field in ("critic", "reward_model") if getattr(recipe, field) is not None]
+            refused = [
+                field for field in ("critic", "reward_model", "doctor") if getattr(recipe, field) is not None
+            ]
             if refused:
                 raise ConfigError(
                     f"the interface {name!r} trains on data and has no use for {refused[0]!r}; remove it"

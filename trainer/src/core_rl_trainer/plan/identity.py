@@ -29,6 +29,7 @@ CHANGEABLE = (
     "keep",
     "checkpoint_url",
     "stop_on*",
+    "doctor*",
     "wandb*",
     "push_to_hub*",
     "callbacks",

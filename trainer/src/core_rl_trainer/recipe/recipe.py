@@ -30,6 +30,7 @@ from core_rl_trainer.recipe.cluster import ClusterSection, PlacementSection
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import (
     CriticSection,
+    DoctorSection,
     KeepBest,
     ModelSection,
     RewardModelSection,
@@ -173,6 +174,8 @@ class Recipe(Config):
     checkpoint. Engine, layout and optimizer may be others; model, data and seed are the same."""
     stop_on: StopSection = StopSection()
     """Rules that end a run without learning."""
+    doctor: DoctorSection | None = None
+    """Judge the train and the rollout engine while they run; a warning names a wrong engine. By default never."""
     fresh: bool = False
     """Start over: delete the files of an earlier run in ``output_dir``."""
 
@@ -218,6 +221,10 @@ class Recipe(Config):
             )
         if self.keep_best is not None and not self.eval_every:
             raise ValueError("keep_best compares evaluations; set eval_every above 0")
+        if self.doctor is not None and (self.model.vision or self.rollout.logits_are_changed):
+            raise ValueError(
+                "doctor judges text models, without rollout.logit_bias and penalties; leave it out here"
+            )
         labels = [section.label for section in self.reward_fields.values()]
         labels += [REWARD_MODEL] if self.reward_model is not None else []
         labels += [ENVIRONMENT] if self.rollout.environment is not None else []

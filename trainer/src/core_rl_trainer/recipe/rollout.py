@@ -88,6 +88,11 @@ class RolloutSection(Config):
         return SamplingParams(**values | {"logit_bias": tuple(self.logit_bias.items())})
 
     @property
+    def logits_are_changed(self) -> bool:
+        """Whether log-probs of completions are of other logits than the model's."""
+        return bool(self.logit_bias) or self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
+
+    @property
     def reward_limit_s(self) -> float:
         """The time limit of the reward of one completion, in seconds."""
         return self.reward_timeout_s or self.timeout_s

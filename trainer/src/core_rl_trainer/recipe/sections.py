@@ -77,6 +77,15 @@ class KeepBest(Config):
     """Whether more of it is better, or less."""
 
 
+class DoctorSection(Config):
+    """Judgements of the running engines by the suite's float64 oracle, on completions of the run."""
+
+    every: int = Field(default=200, ge=1)
+    """Steps between them; the first comes before the updates of step 1."""
+    sequences: int = Field(default=2, ge=1)
+    """Completions of each."""
+
+
 Patience = Annotated[bool, Field(strict=True)] | Annotated[int, Field(strict=True, ge=1)]
 """False for never, true for as many steps as the warning takes, or a number of steps in a row."""
 

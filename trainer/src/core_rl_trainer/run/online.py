@@ -41,6 +41,7 @@ from core_rl_trainer.plan.run_plan import RunPlan
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.config import REWARD_MODEL
 from core_rl_trainer.rewards.terms import TERM, reward_metrics
+from core_rl_trainer.run.doctor import JudgedEngine, RunDoctor
 from core_rl_trainer.run.engines import Roles, open_roles
 from core_rl_trainer.run.loop import Learner
 from core_rl_trainer.run.rollouts import Rollouts, rare_collections
@@ -160,6 +161,7 @@ class OnlineLearner(Learner):
     sync_limit_s: float
     """The time limit of one weight sync, in seconds."""
     eval_samples: Sequence[Mapping[str, Any]]
+    doctor: RunDoctor | None
 
     @property
     def start_phase(self) -> str:
@@ -179,6 +181,8 @@ class OnlineLearner(Learner):
     def score(self, batch: SequenceBatch, step: int) -> tuple[SequenceBatch, dict[str, float]]:
         complete, compared, recomputed = self._complete(batch)
         metrics = _describe(complete) | self.rollouts.counters() | staleness_of(batch, step - 1)
+        if self.doctor is not None:
+            metrics |= self.doctor.judge(step, compared, recomputed, self.save_model)
         return complete, metrics | mismatch_of(recomputed, compared) | mismatch_by_lag(
             recomputed, compared, step - 1
         )
@@ -355,7 +359,24 @@ def open_online(
             weights=directory.weights if settings.sync == "disk" else directory.rendezvous,
             sync_limit_s=recipe.timeouts.sync_s,
             eval_samples=() if held_out is None else [held_out[index] for index in range(len(held_out))],
+            doctor=_doctor_of(plan, directory),
         )
+
+
+def _doctor_of(plan: RunPlan, directory: RunDirectory) -> RunDoctor | None:
+    section, actor = plan.recipe.doctor, plan.trainers["actor"]
+    if section is None:
+        return None
+    assert plan.rollout is not None  # of a plan with rollouts
+    return RunDoctor(
+        every=section.every,
+        sequences=section.sequences,
+        temperature=plan.recipe.rollout.temperature,
+        trainer=JudgedEngine("train", actor.spec.name, actor.config.dtype),
+        rollout=JudgedEngine("rollout", plan.rollout.spec.name, plan.rollout.config.dtype),
+        model=directory.judged,
+        timeout_s=plan.recipe.timeouts.call_s,
+    )
 
 
 @contextmanager

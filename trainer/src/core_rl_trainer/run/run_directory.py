@@ -57,6 +57,7 @@ OWNED = (
     PICTURE,
     PAGE,
     "reference",
+    "doctor",
 )
 HEAD = """\
 # The recipe of the run in this directory, with all defaults.
@@ -91,6 +92,8 @@ class RunDirectory:
         """The directory through which weights go to the rollout engine; removed by `transfer`."""
         self.rendezvous = self.weights.with_suffix(".rendezvous")
         """The file through which sender and receiver of weights meet, where no weights go through the disk."""
+        self.judged = self.path / "doctor"
+        """The model that the doctor judges the engines by; removed by `transfer`."""
         self.model = self.path / "model"
         """The trained model in Hugging Face format."""
         self.adapter = self.path / "adapter"
@@ -164,7 +167,8 @@ class RunDirectory:
         try:
             yield
         finally:
-            LocalStorage(str(self.weights)).remove()
+            for directory in (self.weights, self.judged):
+                LocalStorage(str(directory)).remove()
             self.rendezvous.unlink(missing_ok=True)
 
     def reopen(self) -> None:
