@@ -224,6 +224,12 @@ def doctor(  # noqa: PLR0913, PLR0917  (the options of a command)
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Its weights may change: judge a weight sync, too.")
     ] = False,
+    reproductions: Annotated[
+        Path | None,
+        typer.Option(
+            "--repro", help="Write scripts without core-rl that show the differences here.", metavar="DIR"
+        ),
+    ] = None,
     json_file: Annotated[
         str | None,
         typer.Option("--json", help="Write the verdict as JSON here; - prints it.", metavar="FILE"),
@@ -247,7 +253,7 @@ def doctor(  # noqa: PLR0913, PLR0917  (the options of a command)
     arguments = ServerArguments(
         url=server or "", wire=wire or "", model_dir=str(model), take_over=take_over, dtype=dtype
     )
-    diagnosis = diagnose(engines, model, data, dtype, cuts, arguments if server else None)
+    diagnosis = diagnose(engines, model, data, dtype, cuts, arguments if server else None, reproductions)
     document = diagnosis.model_dump_json(indent=2)
     typer.echo(document if json_file == "-" else diagnosis.text)
     if json_file not in (None, "-"):

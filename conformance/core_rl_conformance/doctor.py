@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,12 +19,13 @@ import pytest
 
 from core_rl.config.engine import DType
 from core_rl.errors import ConfigError, CoreRLError
+from core_rl_conformance.case import Target
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.given_data import read_sequences
 from core_rl_conformance.given_model import GivenModel, read_given
 from core_rl_conformance.hints.diagnose import LOOKS_LIKE
 from core_rl_conformance.outcomes import CaseRecord, Outcome, Record
-from core_rl_conformance.report.files import read_report
+from core_rl_conformance.report.files import read_report, write_text
 from core_rl_conformance.servers.options import ServerArguments
 from core_rl_conformance.session.matrix import load_target
 from core_rl_conformance.session.session import load_server_target
@@ -57,11 +60,15 @@ STAGES: Mapping[str, Sequence[str]] = {
     "checkpoint": ("I11.resume",),
     "sync": ("I12.disk", "I12.tensor", "I12.receive-disk", "I12.receive-tensor"),
 }
-"""Checks by the part of a step that they judge, in order, of train and of inference engines. Checks of gradients
-compare the loss first."""
+"""Checks by the part of a step that they judge, in order, of train and of inference engines."""
+MEASURED = {"the loss": "loss", "the norm": "norm", "weights after": "optimizer step"}
+"""Stages by the beginning of a measurement's label: checks of gradients compare more than these."""
 SUITE = ("--pyargs", "core_rl_conformance", "-p", "no:cacheprovider")
 NOT_JUDGED = "could not be judged: "
 PLACE = re.compile(r"^ *first(?:: | at )(?P<place>.+?)(?: \[| by |: expected)", re.MULTILINE)
+SHOWN = re.compile(r"expected (\S+), the engine gave (\S+)")
+SCRIPT_S = 600.0
+"""Time limit of a reproduction."""
 HINT = re.compile(rf"^ *{LOOKS_LIKE}.+$", re.MULTILINE)
 
 
@@ -72,7 +79,7 @@ class Finding(Record):
     engine: str
     check: str
     place: str
-    """The first parameter, token or step that is off, or else the message's first line."""
+    """The first parameter, token or number that is off, or else the message's first line."""
     size: str
     """Of the difference from the oracle, and of the allowed one; empty for an error."""
     hint: str
@@ -94,6 +101,8 @@ class Diagnosis(Record):
     """One line for each check and engine."""
     cut: str
     """Layers, experts and words that were left out."""
+    scripts: Mapping[str, str] = {}
+    """Of an engine, the file of a script without core-rl that shows its first difference."""
 
     @property
     def text(self) -> str:
@@ -101,7 +110,8 @@ class Diagnosis(Record):
         engines = [f"{label}: {judgement}" for label, judgement in self.engines.items()]
         cut = [f"model: {self.cut}"] if self.cut else []
         first = ["", self.findings[0].message] if self.findings else []
-        return "\n".join([self.verdict, *engines, *cut, *first, "", *self.checks])
+        scripts = [f"reproduction of {label}: {file}" for label, file in self.scripts.items()]
+        return "\n".join([self.verdict, *engines, *cut, *scripts, *first, "", *self.checks])
 
 
 def diagnose(
@@ -111,10 +121,12 @@ def diagnose(
     dtype: DType | None,
     cuts: Cuts,
     server: ServerArguments | None = None,
+    scripts: Path | None = None,
 ) -> Diagnosis:
     """Judge ``engines``, each NAME or NAME:LAYOUT, on the model in ``path``.
 
-    The sequences are drawn, or come from the file ``data``. A ``server`` of the whole model is judged, too. Raises
+    The sequences are drawn, or come from the file ``data``. A ``server`` of the whole model is judged, too. Scripts of
+    first differences, and the model that they read if it is cut, go into the directory ``scripts``. Raises
     `ConfigError` for a model that nothing can be computed with, for sequences that it does not take, for options that
     exclude each other, and for a session without an end.
     """
@@ -132,35 +144,35 @@ def diagnose(
             file.write_text("\n".join(lines), encoding="utf-8")
             options.append(f"--data={file}")
         if cuts:
-            cut = write_smaller_model(path, cuts, Path(temporary))
-            path = Path(temporary)
+            smaller = (scripts or Path(temporary)) / "model"
+            cut = write_smaller_model(path, cuts, smaller)
+            path = smaller
         model = read_given(path, "--model")
-        labels = {engine: _label_or_refusal(engine, model, dtype) for engine in engines}
+        labels = {engine: _label_or_refusal(partial(_target, engine, model, dtype)) for engine in engines}
         options += [f"--engine={label}" for label in dict.fromkeys(labels.values()) if isinstance(label, str)]
         if server is not None:
-            label = _server_label_or_refusal(server)
-            labels[server.url] = label
-            options += server.command_line if isinstance(label, str) else []
-        accepted = dict.fromkeys(label for label in labels.values() if isinstance(label, str))
+            labels[server.url] = _label_or_refusal(partial(load_server_target, server))
+            options += server.command_line if isinstance(labels[server.url], str) else []
+        accepted = list(dict.fromkeys(label for label in labels.values() if isinstance(label, str)))
         options += [f"--model-dir={path}", *([f"--dtype={dtype}"] if dtype else [])]
         results = _results(options, Path(temporary) / "report.json") if accepted else ()
     refused = {engine: str(error) for engine, error in labels.items() if isinstance(error, CoreRLError)}
-    return diagnosis_of(accepted, refused, results, cut)
+    diagnosis = diagnosis_of(accepted, refused, results, cut)
+    if scripts is None:
+        return diagnosis
+    return diagnosis.model_copy(update={"scripts": write_scripts(diagnosis.findings, results, scripts)})
 
 
-def _label_or_refusal(engine: str, model: GivenModel, dtype: DType | None) -> str | CoreRLError:
-    """``engine`` with its layout, by default the first of its profile."""
+def _target(engine: str, model: GivenModel, dtype: DType | None) -> Target:
+    """``engine`` at its layout, by default the first of its profile."""
     name, _, layout = engine.partition(":")
-    try:
-        target = model.judged_by(load_target(name, load_checks()), [layout] if layout else None, dtype)
-    except CoreRLError as error:
-        return error
-    return f"{name}:{target.profile.layouts[0]}"
+    return model.judged_by(load_target(name, load_checks()), [layout] if layout else None, dtype)
 
 
-def _server_label_or_refusal(server: ServerArguments) -> str | CoreRLError:
+def _label_or_refusal(load: Callable[[], Target]) -> str | CoreRLError:
+    """NAME:LAYOUT, or the reason for none."""
     try:
-        target = load_server_target(server)
+        target = load()
     except CoreRLError as error:
         return error
     return f"{target.spec.name}:{target.profile.layouts[0]}"
@@ -174,6 +186,40 @@ def _results(options: Sequence[str], file: Path) -> tuple[CaseRecord, ...]:
     if code not in FINISHED:
         raise ConfigError(f"the session ended early, with pytest's exit code {int(code)}; see its text above")
     return read_report(file).results
+
+
+def write_scripts(
+    findings: Sequence[Finding], results: Sequence[CaseRecord], directory: Path
+) -> dict[str, str]:
+    """Of each engine the file of the first reproduction in ``directory`` that runs, and shows a difference."""
+    texts = {(_label(case), case.check): case.reproduction for case in results if case.reproduction}
+    files: dict[str, str] = {}
+    for finding in findings:
+        text = texts.get((finding.engine, finding.check))
+        if text is None or finding.engine in files:
+            continue
+        file = directory / f"{finding.engine}-{finding.check}.py".replace(":", "-")
+        write_text(file, text)
+        if _shows_difference(file):
+            files[finding.engine] = str(file)
+        else:
+            file.unlink()
+    return files
+
+
+def _shows_difference(file: Path) -> bool:
+    command = [
+        sys.executable,
+        "-I",
+        file.name,
+    ]  # without the user's paths: it needs torch and transformers alone
+    try:
+        result = subprocess.run(
+            command, cwd=file.parent, capture_output=True, text=True, check=True, timeout=SCRIPT_S
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return False
+    return any(expected != got for expected, got in SHOWN.findall(result.stdout))
 
 
 def diagnosis_of(
@@ -210,13 +256,15 @@ def _label(case: CaseRecord) -> str:
 def _finding(case: CaseRecord) -> Finding:
     place, hint = PLACE.search(case.message), HINT.search(case.message)
     worst = case.worst if case.worst and case.worst.ratio > 1 else None
+    number = worst.what if worst else ""
     stage = next(stage for stage, checks in STAGES.items() if case.check in checks)
-    of_loss = stage == "gradients" and worst is not None and worst.what.startswith("the loss")
+    if stage == "gradients":
+        stage = next((name for label, name in MEASURED.items() if number.startswith(label)), stage)
     return Finding(
-        stage="loss" if of_loss else stage,
+        stage=stage,
         engine=_label(case),
         check=case.check,
-        place=place["place"] if place else "".join(case.message.splitlines()[1:2]).strip(),
+        place=place["place"] if place else number or "".join(case.message.splitlines()[1:2]).strip(),
         size=f"{worst.what} by {worst.error:.1e} (allowed {worst.limit:.1e})" if worst else "",
         hint=hint[0].strip() if hint else "",
         message=case.message,

@@ -25,7 +25,7 @@ from core_rl_conformance.inputs.losses import CheckLoss, RepeatedLoss, TokenMean
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, MakeEngine, ServerPool
-from core_rl_conformance.reproduction import Computation, Output, computation_of
+from core_rl_conformance.reproduction import Computation, HiddenStates, Output, computation_of
 from core_rl_conformance.trainers.pool import TrainerPool
 from core_rl_conformance.trajectory import AnyTraining, ExpectedTraining, expected_training
 from core_rl_oracle.low_rank import LowRank
@@ -211,8 +211,12 @@ class ExpectedValues:
 
         def of_layer(layer: int) -> ExpectedOutputs:
             truth, *variants = [[states[:, layer] for states in run] for run in runs]
-            allowed = tolerance([_flat(variant) for variant in variants], _flat(truth), dtype)
-            return ExpectedOutputs(values=truth, variants=variants, tolerance=allowed)
+            return ExpectedOutputs(
+                values=truth,
+                variants=variants,
+                tolerance=tolerance([_flat(variant) for variant in variants], _flat(truth), dtype),
+                computation=computation_of(of, HiddenStates(layer), data),
+            )
 
         runs = self.stored(of, ("hidden states", data, dtype, device), run)
         return [of_layer(layer) for layer in range(runs[0][0].shape[1])]

@@ -55,13 +55,19 @@ class Output(NamedTuple):
     temperature: float
 
 
+class HiddenStates(NamedTuple):
+    """The states of every token after a layer; 0 is before the first."""
+
+    layer: int
+
+
 class Weights(NamedTuple):
     """The drawn weights, or their names and shapes alone."""
 
     shapes_only: bool = False
 
 
-Quantity = Output | CheckLoss | Weights
+Quantity = Output | HiddenStates | CheckLoss | Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +82,13 @@ class Computation:
 def computation_of(of: object, quantity: Quantity, data: Ragged = NO_SEQUENCES) -> Computation | None:
     """The computation; None where a short script cannot make the model, read the sequences or compute the quantity.
 
-    Mixtures, vision-language models, adapters, weights of a directory and models for bfloat16 are out of reach.
+    Mixtures, vision-language models, adapters, variants of a given model and models for bfloat16 are out of reach.
     """
     if not isinstance(of, TinyModel) or of.vision or of.family in MIXTURES:
         return None
-    if of.source or of.exact or of.focused or not (_computes(quantity) and all(map(_plain, data.rows))):
+    if of.source and of != TinyModel(family=of.family, source=of.source):
+        return None
+    if of.exact or of.focused or not (_computes(quantity) and all(map(_plain, data.rows))):
         return None
     return Computation(model=of, data=data, quantity=quantity)
 
@@ -88,7 +96,7 @@ def computation_of(of: object, quantity: Quantity, data: Ragged = NO_SEQUENCES) 
 def _computes(quantity: Quantity) -> bool:
     if isinstance(quantity, Output):
         return quantity.name in OUTPUTS
-    return isinstance(quantity, Weights) or type(quantity) in LOSSES
+    return isinstance(quantity, Weights | HiddenStates) or type(quantity) in LOSSES
 
 
 def _plain(row: Row) -> bool:
@@ -156,17 +164,34 @@ def _number(value: float) -> str:
 
 
 def _model(model: TinyModel) -> Iterator[str]:
-    """The model as it is drawn, in float32, and again in float64."""
+    """The model in float32 as it is drawn, or lies in a directory, and again in float64."""
     kind = "AutoModelForCausalLM" if model.head == "lm" else "AutoModelForSequenceClassification"
-    vector, matrix = _draws(model)
     yield "import torch"
     yield f"from transformers import AutoConfig, {kind}"
+    yield from _given(model.source) if model.source else _drawn(model, kind)
+    yield "torch.float = torch.float32 = torch.float64  # transformers casts norms, softmax and positions to float32"
+    yield "torch.Tensor.float = torch.Tensor.double"
+    yield "torch.set_default_dtype(torch.float64)"
+    yield "model = build()"
+    yield "model.load_state_dict(tiny.state_dict())"
+
+
+def _given(directory: str) -> Iterator[str]:
+    yield f"tiny = AutoModelForCausalLM.from_pretrained({directory!r}, dtype=torch.float32)"
+    yield "def build():"
+    yield '    kwargs = {"dtype": torch.float64, "attn_implementation": "eager"}'
+    yield "    return AutoModelForCausalLM.from_config(tiny.config, **kwargs).eval()"
+
+
+def _drawn(model: TinyModel, kind: str) -> Iterator[str]:
+    vector, matrix = _draws(model)
     config = model.config().to_diff_dict()
     yield f"CONFIG = { {name: value for name, value in config.items() if name != 'transformers_version'} }"
     yield "def build():"
     yield f'    return {kind}.from_config(AutoConfig.for_model(**CONFIG), attn_implementation="eager").eval()'
     yield "tiny = build()"
-    yield "for name, parameter in tiny.named_parameters():"
+    buffers = "*(pair for pair in tiny.named_buffers() if pair[0] in tiny.state_dict())"
+    yield f"for name, parameter in [*tiny.named_parameters(), {buffers}]:"
     yield "    seed = 0"
     yield f'    for byte in f"{model.family}/{model.seed}/{{name}}".encode():'
     yield "        seed = (seed * 131 + byte) % (2**61 - 1)"
@@ -174,11 +199,6 @@ def _model(model: TinyModel) -> Iterator[str]:
     yield f'    vector = 0.1 * noise if name.endswith("bias") else {vector}'
     yield f"    parameter.data = vector if noise.dim() == 1 else {matrix}"
     yield f'tiny.save_pretrained("{DIRECTORY}")  # for the engine'
-    yield "torch.float = torch.float32 = torch.float64  # transformers casts norms, softmax and positions to float32"
-    yield "torch.Tensor.float = torch.Tensor.double"
-    yield "torch.set_default_dtype(torch.float64)"
-    yield "model = build()"
-    yield "model.load_state_dict(tiny.state_dict())"
 
 
 def _draws(model: TinyModel) -> tuple[str, str]:
@@ -187,7 +207,7 @@ def _draws(model: TinyModel) -> tuple[str, str]:
     vector = "1.0 + 0.2 * noise"
     if config.tie_word_embeddings:
         vector = f'({LOGIT_STD} if name.split(".")[-2] in ("norm", "ln_f") else 1.0) * ({vector})'
-    if config.model_type.startswith("gemma"):
+    if config.model_type.startswith(("gemma2", "gemma3")):
         vector += " - 1.0"
     if config.model_type.startswith("qwen3_5"):
         vector += ' - (0.0 if "linear_attn" in name else 1.0)'
@@ -204,6 +224,8 @@ def _expected(computation: Computation) -> Iterator[str]:
         yield f"ROWS = {[list(row.ids) for row in rows]}"
     if isinstance(quantity, Output):
         yield from _output(quantity)
+    elif isinstance(quantity, HiddenStates):
+        yield from _hidden_states(quantity.layer)
     elif isinstance(quantity, CheckLoss):
         yield from _data(computation)
         yield from _gradients(quantity)
@@ -237,6 +259,21 @@ def _output(output: Output) -> Iterator[str]:
     yield "for number, ids in enumerate(ROWS):"
     yield from _forward(head, output.temperature)
     yield f'    expected[f"sequence {{number}}"] = {value}.detach()'
+
+
+def _hidden_states(layer: int) -> Iterator[str]:
+    yield "lists = [part for part in model.get_decoder().modules() if isinstance(part, torch.nn.ModuleList)]"
+    yield "layers = next(part for part in lists if len(part) == model.config.get_text_config().num_hidden_layers)"
+    yield "states, expected = [], {}"
+    if layer:
+        yield "def keep(layer, inputs, output):"
+        yield "    states.append(output if isinstance(output, torch.Tensor) else output[0])"
+        yield f"layers[{layer - 1}].register_forward_hook(keep)"
+    else:
+        yield "layers[0].register_forward_pre_hook(lambda layer, inputs: states.append(inputs[0]))"
+    yield "for number, ids in enumerate(ROWS):"
+    yield "    model(torch.tensor([ids]), use_cache=False)"
+    yield '    expected[f"sequence {number}"] = states[-1][0].detach()'
 
 
 def _data(computation: Computation) -> Iterator[str]:

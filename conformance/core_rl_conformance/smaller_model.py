@@ -31,7 +31,7 @@ class Cuts:
     vocabulary: int | None = None
 
     def __bool__(self) -> bool:
-        return any(count is not None for count in (self.layers, self.experts, self.vocabulary))
+        return self != Cuts()
 
 
 def write_smaller_model(source: Path, cuts: Cuts, directory: Path) -> str:

@@ -155,14 +155,18 @@ def test_doctor_names_the_engine_and_place(
 ) -> None:
     app, path = typer.Typer(), saved(QWEN3, tmp_path / "model")
     app.command()(command)
-    options = ["--truncate-layers=2"] if code == 1 else []
+    options = ["--truncate-layers=2", f"--repro={tmp_path}/scripts"] if code == 1 else []
     result = CliRunner().invoke(
         app, [*names, "--model", str(path), *options, "--json", str(tmp_path / "v.json")]
     )
     assert result.exit_code == code, result.output
     printed = result.stdout.splitlines()
     assert [line for line in lines if not any(one.startswith(line) for one in printed)] == []
-    assert printed[0] == lines[0] == json.loads((tmp_path / "v.json").read_text())["verdict"]
+    verdict = json.loads((tmp_path / "v.json").read_text())
+    assert printed[0] == lines[0] == verdict["verdict"]
+    scripts = [Path(file) for file in verdict["scripts"].values()]
+    assert len(scripts) == (1 if code == 1 else 0)
+    assert all("scripts/model" in script.read_text() for script in scripts)
 
 
 def test_doctor_judges_a_running_server(engines: None, tmp_path: Path) -> None:
@@ -232,7 +236,14 @@ def record(engine: str, check: str, what: str, message: str) -> CaseRecord:
             "I1.gradients",
             "the loss of TokenMeanLoss",
             "the loss is 2; expected 1",
-            "loss: the loss is 2; expected 1",
+            "loss: the loss of TokenMeanLoss",
+        ),
+        ("I1.gradients", "the norm of step 0", "the norm is 2; expected 1", "norm: the norm of step 0"),
+        (
+            "I1.gradients",
+            "weights after one step",
+            "weights after one step is off\n  first: model.norm.weight by 1 (allowed 0.1)",
+            "optimizer step: model.norm.weight",
         ),
         ("I11.resume", "", "RankDied: rank 1", "checkpoint: RankDied: rank 1"),
     ],

@@ -10,7 +10,7 @@ from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.findings import reproduced
+from core_rl_conformance.findings import reproduced, reproduced_tokens
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
 from core_rl_conformance.inputs.losses import OutputsLoss, TokenMeanLoss
@@ -66,7 +66,9 @@ def layers_match_the_oracle(subject: EngineUnderTest) -> None:
     for layer, truth in enumerate(expected):
         got, label = [part[:, layer] for part in states], f"hidden states after layer {layer}"
         within = f"layer {layer}, "
-        subject.verify(compare_tokens(label, got, truth.values, truth.tolerance, places, within=within))
+        finding = compare_tokens(label, got, truth.values, truth.tolerance, places, within=within)
+        values = (got, truth.values, truth.tolerance)
+        subject.verify(reproduced_tokens(subject.case, finding, truth.computation, *values))
 
 
 @check("I7.entropy", images=True, any_model=True)

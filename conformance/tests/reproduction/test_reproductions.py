@@ -35,6 +35,7 @@ from core_rl_conformance.inputs.losses import (
 from core_rl_conformance.inputs.tiny_models import MAX_LENGTH, OTHER_LAYERS, ModelStore, TinyModel
 from core_rl_conformance.profile import DENSE
 from core_rl_conformance.reproduction import (
+    HiddenStates,
     Output,
     Quantity,
     Weights,
@@ -49,6 +50,7 @@ MOST_LINES = 40
 """Of a script."""
 QUANTITIES: tuple[tuple[TinyModel, Quantity], ...] = (
     *((LM, Output(name, 0.8)) for name in ("logprobs", "entropy", "logits")),
+    *((LM, HiddenStates(layer)) for layer in (0, 1, 2)),
     *((VALUE, Output(name, 1.0)) for name in ("values", "bootstrap", "scores")),
     (LM, TokenMeanLoss(temperature=0.8)),
     (LM, SequenceMeanLoss()),
@@ -96,6 +98,9 @@ def _expected(oracle: Oracle, quantity: Quantity, data: Ragged) -> dict[str, Ten
     if isinstance(quantity, Output):
         rows = oracle.evaluate(sequences, quantity.temperature)
         return {f"sequence {number}": row[quantity.name] for number, row in enumerate(rows)}
+    if isinstance(quantity, HiddenStates):
+        states = [part[:, quantity.layer] for part in oracle.hidden_states(sequences)]
+        return {f"sequence {number}": row for number, row in enumerate(states)}
     assert isinstance(quantity, CheckLoss)
     truth = oracle.gradients(sequences, quantity.of_sequence, quantity.temperature)
     return {"loss": torch.tensor(truth.loss), "norm": torch.tensor(truth.norm), **truth.grads}
@@ -126,6 +131,15 @@ def test_scripts_compute_the_oracles_numbers(tmp_path: Path) -> None:
         _assert_drawn(place, directory)
         if not isinstance(quantity, Weights):
             _assert_printed(place, _expected(Oracle(directory, model.head), quantity, data))
+
+
+def test_script_reads_a_given_model(tmp_path: Path) -> None:
+    directory = ModelStore(tmp_path / "models").directory(LM)
+    model, data = TinyModel(family="llama", source=str(directory)), ragged(LM.vocab_size, 0, LENGTHS)
+    quantities: tuple[Quantity, ...] = (HiddenStates(1), TokenMeanLoss(temperature=0.8))
+    places = _outputs_of([_script(model, quantity, data) for quantity in quantities], tmp_path / "scripts")
+    for quantity, place in zip(quantities, places, strict=True):
+        _assert_printed(place, _expected(Oracle(directory), quantity, data))
 
 
 @pytest.mark.nightly
@@ -178,6 +192,7 @@ def test_reproduction_repeats_the_failure(tmp_path: Path, name: str) -> None:
         (TinyModel(family="llama", exact=True), Output("logprobs", 1.0)),
         (LM, Output("aux_loss", 1.0)),
         (LM, RepeatedLoss()),
+        (TinyModel(family="llama", source="model", head="value"), Output("values", 1.0)),
         (Snapshot(Path("weights")), Weights()),
     ],
 )
