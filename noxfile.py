@@ -408,10 +408,6 @@ def docs(session: nox.Session) -> None:
 def torchao(session: nox.Session) -> None:
     """Certify moments of 8 bits, which are torchao's."""
     _install(session, "dev")
-    _torchao(session, *session.posargs)
-
-
-def _torchao(session: nox.Session, *arguments: str) -> None:
     # Beside the environment: transformers imports torchao wherever it is installed, in each process.
     place = ROOT / ".nox" / "torchao-packages"
     pip = ["python", "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(place)]
@@ -426,7 +422,12 @@ def _torchao(session: nox.Session, *arguments: str) -> None:
     session.run("pytest", MUTANTS, "-k", "eight-bit", *STEALING, env=env)
     checks = ["--check=I20.8bit", "--check=I11.resume-8bit"]
     session.run(
-        "pytest", *_engine_options(["reference", "fsdp", "ddp"]), "conformance/", *checks, *arguments, env=env
+        "pytest",
+        *_engine_options(["reference", "fsdp", "ddp"]),
+        "conformance/",
+        *checks,
+        *session.posargs,
+        env=env,
     )
 
 

@@ -85,7 +85,7 @@ def _beside(label: str, engine: str, hand: str, arguments: argparse.Namespace) -
     costs: dict[str, list[Cost]] = {engine: [], hand: []}
     for number in range(arguments.rounds):
         for side in (engine, hand) if number % 2 else (hand, engine):
-            steps = steps_of(side, str(arguments.model), warmup=1, count=arguments.steps)
+            steps = steps_of(side, str(arguments.model), arguments.steps)
             costs[side].append(Cost(*map(statistics.median, zip(*map(astuple, steps), strict=True))))
             Console(stderr=True).log(side, steps)
     figures: dict[str, Callable[[Cost], float]] = {

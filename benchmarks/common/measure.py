@@ -29,7 +29,6 @@ def compare(
     base: str,
     repeats: int,
     warmup: int = 2,
-    unit: str = "real tokens",
 ) -> None:
     """Time ``sides``; rank 0 prints seconds, the ``amount`` of each second, and the ratio to ``base`` in its round."""
     seconds = interleave(sides, repeats=repeats, warmup=warmup)
@@ -37,7 +36,7 @@ def compare(
         return
     table = Table(title=title, caption=f"median (quartiles) of {repeats} rounds; {_hardware()}")
     table.add_column("")
-    for column in ("seconds", f"{unit}/s", f"time / {base}"):
+    for column in ("seconds", "real tokens/s", f"time / {base}"):
         table.add_column(column, justify="right")
     for name, times in seconds.items():
         ratios = [time_s / base_s for time_s, base_s in zip(times, seconds[base], strict=True)]

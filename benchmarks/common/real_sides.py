@@ -138,7 +138,7 @@ class Cost:
     """CPU seconds of all threads, in the kernel too."""
     wall_s: float
     peak: int
-    """The _resident set at its highest, in bytes: weights that a loop uses in its mapped files count as well."""
+    """The resident set at its highest, in bytes: weights that a loop uses in its mapped files count as well."""
 
 
 def _engine(path: str, batch: SequenceBatch, **model: Any) -> Callable[[], object]:
@@ -158,16 +158,16 @@ SIDES: Mapping[str, Callable[[str, SequenceBatch], Callable[[], object]]] = {
 }
 
 
-def steps_of(side: str, path: str, *, warmup: int, count: int) -> list[Cost]:
-    """``count`` steps of ``side`` after ``warmup`` others, in a fresh process with one thread."""
+def steps_of(side: str, path: str, count: int) -> list[Cost]:
+    """``count`` steps of ``side`` after another one, in a fresh process with one thread."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_take, args=(sender, side, path, warmup + count))
+    process = context.Process(target=_take, args=(sender, side, path, 1 + count))
     process.start()
     sender.close()
     costs: list[Cost] = receiver.recv()
     process.join()
-    return costs[warmup:]
+    return costs[1:]
 
 
 def _take(connection: Connection, side: str, path: str, count: int) -> None:
@@ -180,13 +180,13 @@ def _cost(step: Callable[[], object]) -> Cost:
     _forget_peak()
     cpu, wall = time.process_time(), time.perf_counter()
     step()
-    return Cost(time.process_time() - cpu, time.perf_counter() - wall, _resident("VmHWM"))
+    return Cost(time.process_time() - cpu, time.perf_counter() - wall, _peak())
 
 
-def _resident(field: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (the highest since the start, or `_forget_peak`) of this process, in bytes."""
+def _peak() -> int:
+    """The resident set at its highest since `_forget_peak`, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def _forget_peak() -> None:

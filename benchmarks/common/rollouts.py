@@ -32,16 +32,16 @@ class Rollout:
         return self.group * sum(map(len, self.prompts)) + sum(map(len, self.completions))
 
 
-def given_rollout(prompts: int, group: int, prompt_tokens: int, seed: int = 0) -> Rollout:
+def given_rollout(prompts: int, group: int, prompt_tokens: int) -> Rollout:
     """``prompts * group`` random completions of skewed lengths."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
 
     def draw(length: int) -> list[int]:
         return torch.randint(2, MODEL["vocab_size"], (length,), generator=random).tolist()
 
     return Rollout(
         prompts=[draw(prompt_tokens) for _ in range(prompts)],
-        completions=[draw(length) for length in skewed_lengths(prompts * group, seed=seed)],
+        completions=[draw(length) for length in skewed_lengths(prompts * group)],
         group=group,
     )
 

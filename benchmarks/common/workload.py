@@ -34,15 +34,13 @@ def model_of(width: int | None) -> dict[str, Any]:
     return {**MODEL, **sizes, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def skewed_lengths(
-    count: int, *, seed: int = 0, low: int = 16, high: int = 512, mean: float = 120.0
-) -> list[int]:
-    """Log-normal lengths (sigma 0.8) clipped to ``low``..``high``, with a mean near ``mean`` tokens."""
-    random = torch.Generator().manual_seed(seed)
+def skewed_lengths(count: int) -> list[int]:
+    """Log-normal lengths (sigma 0.8) clipped to 16..512, with a mean near 120 tokens."""
+    random = torch.Generator().manual_seed(0)
     sigma = 0.8
-    location = torch.log(torch.tensor(mean)) - sigma**2 / 2
+    location = torch.log(torch.tensor(120.0)) - sigma**2 / 2
     lengths = torch.exp(location + sigma * torch.randn(count, generator=random))
-    return [int(n) for n in lengths.clamp(low, high)]
+    return [int(n) for n in lengths.clamp(16, 512)]
 
 
 def make_batch(lengths: list[int], vocab_size: int = MODEL["vocab_size"]) -> SequenceBatch:

@@ -15,7 +15,6 @@ from pathlib import Path
 import importlib_metadata as metadata
 
 CORE = "core-rl"
-CPU_INFO = Path("/proc/cpuinfo")
 EXTRA = re.compile(r"""extra == ['"]([\w.-]+)['"]""")
 REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -57,7 +56,7 @@ def describe_machine(distributions: Iterable[str] = (), extra: str | None = None
 
 def cpu_cores() -> int:
     """The number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def most_open_files() -> int:
@@ -70,10 +69,7 @@ def most_open_files() -> int:
 
 
 def _processor() -> str:
-    try:
-        lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{models[0]} ({platform.machine()})" if models else platform.processor() or platform.machine()
 

@@ -39,11 +39,6 @@ class Row:
     copies: int = 1
     """For the oracle: the number of equal sequences that this one stands for, see `Repeated`."""
 
-    @property
-    def prompt_length(self) -> int:
-        """Tokens before the first trained one."""
-        return self.mask.index(True) if True in self.mask else len(self.mask)
-
     def after(self, count: int) -> Row:
         """The same without its first ``count`` tokens."""
         ids, mask, advantages = self.ids[count:], self.mask[count:], self.advantages[count:]

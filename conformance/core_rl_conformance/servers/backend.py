@@ -95,19 +95,7 @@ class OpenAIWire(Wire):
     def scores(self, response: Any, ids: Sequence[int], k: int, server: str) -> Scores:
         with readable(response, f"{server} gave scores"):
             (choice,) = response["choices"]
-            positions = choice["prompt_logprobs"][1:]
-            logprobs = [
-                float(position[str(token)]["logprob"])
-                for token, position in zip(ids[1:], positions, strict=True)
-            ]
-            best = [
-                sorted(
-                    ((int(token), float(entry["logprob"])) for token, entry in position.items()),
-                    key=lambda pair: -pair[1],
-                )[:k]
-                for position in positions
-            ]
-            return Scores.checked(logprobs, best, ids, k, server)
+            return Scores.of_tokens(choice["prompt_logprobs"][1:], ids, k, server)
 
 
 def _token_ids(choice: dict[str, Any]) -> tuple[int, ...]:

@@ -6,19 +6,10 @@ Its parent may be killed, and the server of the command must not outlive it.
 from __future__ import annotations
 
 import os
-import signal
+import runpy
 import subprocess
 import sys
-import threading
-
-
-def end_with_parent() -> None:
-    """Kill the process group, this process included, as soon as standard input ends."""
-    while os.read(0, 4096):
-        pass
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    runpy.run_path(os.environ["CORE_RL_SERVER_SIDE"])["die_with_parent"]()
     sys.exit(subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL))

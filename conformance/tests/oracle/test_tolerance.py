@@ -197,7 +197,7 @@ def test_data_covers_edge_cases() -> None:
     assert min(data.lengths) == 1 and len(set(data.lengths)) > 8
     trained = [any(row.mask[1:]) for row in data.rows]
     assert any(trained) and not all(trained)
-    assert any(row.prompt_length > 1 and any(row.mask) for row in data.rows)
+    assert any(True in row.mask[2:] and not any(row.mask[:2]) for row in data.rows)
     batch = data.batch()
     masks = torch.cat([sequence.fields["mask"] for sequence in data.for_oracle()])
     assert torch.equal(batch.loss_mask, masks)

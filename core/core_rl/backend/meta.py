@@ -23,8 +23,7 @@ BETWEEN_MACHINES: tuple[SyncMethod, ...] = ("distributed", "lora")
 
 def _require_one_of(field: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        renamed = "it is 'portable' now; " if value == "dcp" else ""
-        raise ConfigError(f"{field} = {value!r}; {renamed}choose from {', '.join(map(repr, known))}")
+        raise ConfigError(f"{field} = {value!r}; choose from {', '.join(map(repr, known))}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,6 @@ from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointMismatc
 from core_rl.version import __version__
 
 MANIFEST = "manifest.json"
-METADATA = ".metadata"
-"""The file of `torch.distributed.checkpoint` that describes the others."""
 FORMAT = 1
 HASHING_THREADS = min(8, os.cpu_count() or 1)
 
@@ -168,21 +166,10 @@ def parse_manifest(text: bytes, place: str) -> Manifest:
                 f"{__version__}, which reads up to {FORMAT}. Upgrade core-rl"
             )
         files = {_inside(name): FileRecord(**record) for name, record in body["files"].items()}
-        kind = "portable" if body["kind"] == "dcp" else body["kind"]  # the earlier name of this format
-        return Manifest(kind=kind, state=body["state"], files=files, core_rl=body["core_rl"])
+        return Manifest(kind=body["kind"], state=body["state"], files=files, core_rl=body["core_rl"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointDamaged(f"{place}: {MANIFEST} cannot be read: {reason}") from error
-
-
-def require_metadata(manifest: Manifest, place: str) -> None:
-    """Raise `CheckpointMismatch` for a portable checkpoint of an earlier version, which wrote safetensors."""
-    if METADATA not in manifest.files:
-        raise CheckpointMismatch(
-            f"core-rl {manifest.core_rl} wrote {place} as safetensors, before portable checkpoints were of "
-            "torch.distributed.checkpoint; load it with that version, and save it with format='dcp', which loads here "
-            "as 'portable'"
-        )
 
 
 def check_ours(text: bytes | None, place: str) -> None:

@@ -33,7 +33,7 @@ from core_rl.backend.tensors import MappedSource, TensorSource
 from core_rl.checkpoint.background import BackgroundSave, DeferredWrite
 from core_rl.checkpoint.contents import Contents, load_tensors, save_files
 from core_rl.checkpoint.directory import open_checkpoint
-from core_rl.checkpoint.manifest import MANIFEST, METADATA, read_manifest, require_metadata
+from core_rl.checkpoint.manifest import MANIFEST
 from core_rl.checkpoint.shards import bounds_of
 from core_rl.distributed.agreement import describe, on_all
 from core_rl.distributed.comm import Comm
@@ -54,6 +54,8 @@ CLASSES = (
     "pathlib",
 )
 """Modules whose classes the pickled metadata may name; see `_Unpickler`."""
+METADATA = ".metadata"
+"""The file of `torch.distributed.checkpoint` that describes the others."""
 MOMENTS = "optimizer.state."
 NOT_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 """Keys of torchtitan next to the weights."""
@@ -158,7 +160,6 @@ def load_portable(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | No
 def _checked_state(contents: Contents, meta: SaveLoadMeta, directory: Path) -> Mapping[str, Any]:
     """The state in the manifest; empty without a manifest."""
     if (directory / MANIFEST).is_file():
-        require_metadata(read_manifest(directory), "it")
         return contents.checked_state(meta, directory)
     if contents.with_moments(meta):
         raise CheckpointMismatch(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Iterator
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -59,6 +60,26 @@ class ParallelLayout(Config):
                 f"layout dp={self.dp} * tp={self.tp} * pp={self.pp} * cp={self.cp} = {self.world_size} "
                 f"does not equal the world size {world_size}; change a degree or start {self.world_size} ranks"
             )
+
+    def misfits(self, model: Any) -> Iterator[str]:
+        """The numbers in the config of a text ``model`` that tp and ep do not divide, with a remedy for each."""
+        sizes = (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "shared_expert_intermediate_size",
+        )
+        for name in sizes:
+            if getattr(model, name, 0) % self.tp:
+                yield f"tp={self.tp} does not divide {name}={getattr(model, name)}; change tp, or use cp"
+        rows = -(-model.vocab_size // self.tp)
+        if rows * (self.tp - 1) >= model.vocab_size:
+            yield f"tp={self.tp} leaves ranks without a row of vocab_size={model.vocab_size}; lower tp"
+        experts = getattr(model, "num_experts", None)
+        if self.ep > 1 and not experts:
+            yield f"ep={self.ep} for a model without experts; set ep to 1"
+        elif experts and experts % self.ep:
+            yield f"ep={self.ep} does not divide num_experts={experts}; change ep"
 
     def needed_capabilities(self) -> frozenset[Capability]:
         """The capabilities that an engine must declare to run this layout."""

@@ -121,11 +121,10 @@ def set_lease(sock: socket.socket, lease_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     interval_s = max(1, int(lease_s / (PROBES + 1)))
     options = {
-        "TCP_KEEPIDLE": interval_s,
-        "TCP_KEEPINTVL": interval_s,
-        "TCP_KEEPCNT": PROBES,
-        "TCP_USER_TIMEOUT": int(lease_s * 1000),
+        socket.TCP_KEEPIDLE: interval_s,
+        socket.TCP_KEEPINTVL: interval_s,
+        socket.TCP_KEEPCNT: PROBES,
+        socket.TCP_USER_TIMEOUT: int(lease_s * 1000),
     }
-    for name, value in options.items():
-        if hasattr(socket, name):  # Linux has all of them
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in options.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

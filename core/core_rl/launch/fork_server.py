@@ -45,7 +45,7 @@ def _end_with_parent(alive: int) -> None:
         os._exit(0)
 
 
-if hasattr(fcntl, "F_SETSIG") and (command := COMMAND.search(sys.orig_argv[-1])):
+if command := COMMAND.search(sys.orig_argv[-1]):
     with suppress(OSError):  # sandboxes may refuse it
         _end_with_parent(int(command["alive"]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,26 @@ class Scores:
             ids=torch.tensor([token for token, _ in flat], dtype=torch.long).reshape(len(ids) - 1, k),
             values=torch.tensor([value for _, value in flat], dtype=torch.float64).reshape(len(ids) - 1, k),
         )
+
+    @staticmethod
+    def of_tokens(
+        positions: Sequence[Mapping[str, Mapping[str, Any]]], ids: Sequence[int], k: int, server: str
+    ) -> Scores:
+        """As `checked`, of vLLM's ``prompt_logprobs`` after the first: by token, the given one and the best."""
+        pairs = zip(ids[1:], positions, strict=True)
+        logprobs = [float(position[str(token)]["logprob"]) for token, position in pairs]
+        best = [
+            sorted(
+                ((int(token), float(entry["logprob"])) for token, entry in position.items()),
+                key=_unlikeliness,
+            )
+            for position in positions
+        ]
+        return Scores.checked(logprobs, [position[:k] for position in best], ids, k, server)
+
+
+def _unlikeliness(pair: tuple[int, float]) -> float:
+    return -pair[1]
 
 
 class Wire(ABC):

@@ -264,20 +264,12 @@ def _require_private(file: Path, status: os.stat_result) -> None:
 
 def _channel(connection: socket.socket, peer: str) -> Channel:
     """A channel to a process of the same user; raises `WeightsError` for another user's process."""
-    user = _user_of_peer(connection)
-    if user is not None and user != os.geteuid():
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+    _, user, _ = PEER_CREDENTIALS.unpack(credentials)
+    if user != os.geteuid():
         connection.close()
         raise WeightsError(
             f"the {peer} of the weights runs as the user {user}, and this process as {os.geteuid()}: it could run "
             "code here; run both engines as the same user"
         )
     return Channel(connection)
-
-
-def _user_of_peer(connection: socket.socket) -> int | None:
-    """The user of the process at the other end; None on systems without peer credentials, such as macOS."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return None
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
-    _, user, _ = PEER_CREDENTIALS.unpack(credentials)
-    return int(user)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import engine_support as support
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -22,8 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.checkpoint import portable
-from core_rl.checkpoint.directory import write_checkpoint
-from core_rl.checkpoint.manifest import MANIFEST, read_manifest
 from core_rl.checkpoint.portable import DcpFiles, copy_slices
 from core_rl.config.engine import OptimizerConfig
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -101,30 +97,6 @@ def test_weights_of_other_programs_load(
     expected = {**before, **{name: value.float() for name, value in weights.items()}}
     assert differing(state_dict(engine), expected) == []
     assert engine.progress.updates == updates
-
-
-def test_safetensors_of_before_are_refused(engine: TrainEngine, tmp_path: Path) -> None:
-    path = str(tmp_path / "a")
-    tensors = {"a": torch.zeros(2)}
-    write_checkpoint(
-        path,
-        lambda directory: save_file(tensors, directory / "master.safetensors"),
-        Comm(),
-        kind="portable",
-        state={},
-    )
-    with pytest.raises(
-        CheckpointMismatch, match=r"core-rl 0\..* wrote it as safetensors.*save it with format='dcp'"
-    ):
-        engine.load(SaveLoadMeta(path=path, format="portable"))
-
-
-def test_earlier_name_of_the_format_loads(engine: TrainEngine, tmp_path: Path) -> None:
-    meta = SaveLoadMeta(path=str(tmp_path / "a"), format="portable")
-    engine.save(meta)
-    manifest = replace(read_manifest(tmp_path / "a"), kind="dcp")
-    (tmp_path / "a" / MANIFEST).write_bytes(manifest.to_bytes())
-    engine.load(meta)
 
 
 def test_unknown_and_missing_weights_are_refused(engine: TrainEngine, tmp_path: Path) -> None:

@@ -564,10 +564,6 @@ def test_an_engine_alone_leaves_no_directory(tmp_path: Path, monkeypatch: pytest
             r"SaveLoadMeta\.format = 'huggingface'; choose from 'hf', 'sharded', 'portable', 'adapter'",
         ),
         (
-            lambda: SaveLoadMeta(path="a", format=cast("Any", "dcp")),
-            r"SaveLoadMeta\.format = 'dcp'; it is 'portable' now; choose from",
-        ),
-        (
             lambda: WeightUpdateMeta(version=1, path="a", method=cast("Any", "nccl")),
             r"WeightUpdateMeta\.method = 'nccl'; choose from 'disk', 'tensor', 'distributed', 'lora'",
         ),

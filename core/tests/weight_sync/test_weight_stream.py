@@ -392,7 +392,6 @@ def test_receiver_writes_a_private_file(tmp_path: Path) -> None:
         os.umask(before)
 
 
-@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="this system does not tell the user of a peer")
 def test_foreign_users_messages_are_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Credentials of the process at the other end, whatever the file says."""
     unpickled: list[bytes] = []

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from core_rl.config.paths import ImportPath, NestedImportPaths
@@ -19,10 +16,3 @@ class ModelInterfaceAbstraction:
     """A registered name, or ``"module:Class"``."""
     args: NestedImportPaths = Field(default_factory=dict)
     """Fields of the interface's config."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_retired(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and "type_" in values:
-            raise ValueError(f"algorithm.type_ = {values['type_']!r}: the field is algorithm.type now")
-        return values

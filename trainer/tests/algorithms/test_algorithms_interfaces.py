@@ -12,7 +12,6 @@ from algorithm_losses import plain_mean
 from algorithm_support import VOCABULARY, BigramEngine, drop_tokens, ragged_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
@@ -143,11 +142,6 @@ def test_a_second_owner_of_a_name_is_refused(
 def test_a_bad_name_or_setting_is_named(name: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_interface(ModelInterfaceAbstraction(name, args))
-
-
-def test_former_name_of_type_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"algorithm.type_ = 'grpo': the field is algorithm.type now"):
-        TypeAdapter(ModelInterfaceAbstraction).validate_python({"type_": "grpo"})
 
 
 def test_incomplete_interface_cannot_be_instantiated() -> None:

@@ -642,18 +642,6 @@ def test_mixed_samples_know_their_rows(tmp_path: Path, tokenizer: Any) -> None:
     assert [train.index_of(*place) for place in places] == list(range(8))
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"streaming": True}, "stay in memory as tokens"),
-        ({"too_long": "drop"}, "write data.unusable=error.*data.unusable=drop"),
-    ],
-)
-def test_retired_settings_are_refused(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_config(DataSection, {"train": "a.jsonl", **setting}, "data")
-
-
 # ---------------------------------------------------------------------- summary
 
 

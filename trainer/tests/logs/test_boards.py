@@ -89,16 +89,6 @@ def test_board_package_must_be_installed(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("section", [None, {}, {"project": "sums"}])
-def test_section_for_trackio_names_callback(tmp_path: Path, section: dict[str, str] | None) -> None:
-    values = support.recipe_values(support.make_start(tmp_path), tmp_path / "out", trackio=section)
-    if section is None:  # as an earlier version wrote it
-        assert parse_config(Recipe, values).wandb is None
-    else:
-        with pytest.raises(ConfigError, match="unknown field 'trackio': write a callback"):
-            parse_config(Recipe, values)
-
-
 def test_wandb_section_from_command_line(tmp_path: Path) -> None:
     values = support.recipe_values(support.make_start(tmp_path), tmp_path / "out")
     recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values), ["wandb.mode=offline"])

@@ -37,14 +37,6 @@ def cluster(**values: Any) -> ClusterSection:
         ({"machines": 2}, "type 'local' has no use for 'machines', which is of 'ray'"),
         ({"scheduling": {"gpu": 1}}, "type 'local' has no use for 'scheduling'"),
         ({"type": "ray", "machines": 2}, "type 'ray' needs ranks_per_machine"),
-        (
-            {"type": "slurm", "machines": 2},
-            "no type 'slurm' any more.*'Under Slurm' in docs/many-machines.md",
-        ),
-        (
-            {"type": "attach"},
-            "no type 'attach' any more; start Ray.*'A Ray cluster' in docs/many-machines.md",
-        ),
         ({**RAY, "machines": 0}, "'machines' = 0"),
         ({"type": "kubernetes"}, "'type' = 'kubernetes'"),
         ({"nodes": 2}, "unknown field 'nodes'"),

@@ -18,17 +18,11 @@ import training_support as support
 from safetensors.torch import load_file, save_file
 from training_support import run
 
-from core_rl.checkpoint.directory import write_checkpoint
-from core_rl.checkpoint.run import RunCheckpoint
-from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, WeightsError
-from core_rl.reference import SPEC
 from core_rl_trainer import dry_run, train
 from core_rl_trainer.errors import NothingLearned, StoppedBySignal
 from core_rl_trainer.run.records import RunRecords
-from core_rl_trainer.run.saving import readable_part
 from core_rl_trainer.run.signals import EndedBySignal
 from core_rl_trainer.run.supervised import SupervisedLearner
 
@@ -56,14 +50,6 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 def rates(output: Path) -> list[float]:
     return [row["lr"] for row in support.curve(output)[1:]]
-
-
-def test_earlier_portable_part_is_refused_by_version(tmp_path: Path) -> None:
-    part = tmp_path / "actor"
-    write_checkpoint(str(part), lambda path: (path / "master.safetensors").touch(), Comm(), kind="portable")
-    checkpoint = RunCheckpoint(path=tmp_path, step=1, state={})
-    with pytest.raises(CheckpointMismatch, match=r"core-rl 0\..* wrote .*actor as safetensors.*format='dcp'"):
-        readable_part(checkpoint, "actor", SPEC, ParallelLayout())
 
 
 def test_extended_moved_run_keeps_schedule(copied: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -97,23 +97,7 @@ def _misfits(model: PretrainedConfig, layout: ParallelLayout, stages: int) -> It
         yield f"pp * options.virtual_stages = {stages} stages for num_hidden_layers={layers}; lower pp"
     elif layers % stages:
         yield f"pp * options.virtual_stages = {stages} does not divide num_hidden_layers={layers}; change pp"
-    sizes = (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-        "shared_expert_intermediate_size",
-    )
-    for name in sizes:
-        if getattr(model, name, 0) % layout.tp:
-            yield f"tp={layout.tp} does not divide {name}={getattr(model, name)}; change tp, or use cp"
-    rows = -(-model.vocab_size // layout.tp)
-    if rows * (layout.tp - 1) >= model.vocab_size:
-        yield f"tp={layout.tp} leaves ranks without a row of vocab_size={model.vocab_size}; lower tp"
-    experts = getattr(model, "num_experts", None)
-    if layout.ep > 1 and not experts:
-        yield f"ep={layout.ep} for a model without experts; set ep to 1"
-    elif experts and experts % layout.ep:
-        yield f"ep={layout.ep} does not divide num_experts={experts}; change ep"
+    yield from layout.misfits(model)
 
 
 def _hybrid_misfits(model: PretrainedConfig, layout: ParallelLayout) -> Iterator[str]:

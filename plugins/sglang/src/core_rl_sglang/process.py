@@ -229,9 +229,7 @@ def _device_arguments(config: SglangConfig) -> dict[str, int | float | None]:
 
 def _shared_cores(ranks: int) -> str:
     """The cores of each rank of a server: by default SGLang binds each to a NUMA node, and fails with fewer nodes."""
-    cores = (
-        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
+    cores = sorted(os.sched_getaffinity(0))
     shares = [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
     return "|".join(",".join(map(str, share or cores[:1])) for share in shares)
 

@@ -69,20 +69,10 @@ def _variants(model: PretrainedConfig) -> Iterator[str]:
 
 
 def _misfits(model: PretrainedConfig, layout: ParallelLayout) -> Iterator[str]:
-    """Every number of ``model`` that ``layout`` does not divide."""
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(model, name) % layout.tp:
-            yield f"tp={layout.tp} does not divide {name}={getattr(model, name)}; change tp, or use cp"
-    experts = getattr(model, "num_experts", None)
-    if layout.ep > 1 and not experts:
-        yield f"ep={layout.ep} for a model without experts; set ep to 1"
-    elif experts and experts % layout.ep:
-        yield f"ep={layout.ep} does not divide num_experts={experts}; change ep"
-    if experts and layout.tp > 1:
+    """Every number of ``model`` that does not go with ``layout``."""
+    yield from layout.misfits(model)
+    if getattr(model, "num_experts", None) and layout.tp > 1:
         yield f"tp={layout.tp} for a mixture of experts, which was not tried; set tp to 1, and ep or cp above"
-    rows = -(-model.vocab_size // layout.tp)
-    if rows * (layout.tp - 1) >= model.vocab_size:
-        yield f"tp={layout.tp} leaves ranks without a row of vocab_size={model.vocab_size}; lower tp"
 
 
 def decoder_config(model: PretrainedConfig, layout: ParallelLayout, head: Head) -> Decoder.Config:

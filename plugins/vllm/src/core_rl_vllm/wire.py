@@ -63,21 +63,7 @@ class VllmWire(Wire):
 
     def scores(self, response: Any, ids: Sequence[int], k: int, server: str) -> Scores:
         with readable(response, f"{server} gave scores"):
-            # By token: the given one, and the best.
-            positions = response["prompt_logprobs"][1:]
-            logprobs = [
-                float(position[str(token)]["logprob"])
-                for token, position in zip(ids[1:], positions, strict=True)
-            ]
-            best = [
-                [(int(token), entry["logprob"]) for token, entry in _by_rank(position)[:k]]
-                for position in positions
-            ]
-            return Scores.checked(logprobs, best, ids, k, server)
-
-
-def _by_rank(position: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    return sorted(position.items(), key=lambda item: -float(item[1]["logprob"]))
+            return Scores.of_tokens(response["prompt_logprobs"][1:], ids, k, server)
 
 
 def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:

@@ -42,9 +42,7 @@ class NumberedBatches(Iterator[list[Sample]]):
         return {**self._dataset[index], NUMBER: number, ROW: self._dataset.row_of(index)}
 
     def sample_at(self, place: Mapping[str, Any]) -> Sample:
-        """The sample that `row_of` gave ``place`` for; a sample itself, which earlier checkpoints have, is returned."""
-        if "source" not in place or NUMBER in place:
-            return place
+        """The sample that `row_of` gave ``place`` for."""
         return self._sample(self._dataset.index_of(place["source"], place["row"]), place["group"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,28 +53,18 @@ class NumberedBatches(Iterator[list[Sample]]):
         return [len(part) for part in self._dataset.parts]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``, also in the form of torchdata, which checkpoints had before.
-
-        Raises `CheckpointMismatch` for sources with other numbers of samples than before.
-        """
-        before = state.get("samples")
-        if before is not None and before != self._sample_counts():
+        """Resume from ``state``. Raises `CheckpointMismatch` for sources with other numbers of samples than before."""
+        if (before := state["samples"]) != self._sample_counts():
             raise CheckpointMismatch(
                 f"data.train: the sources had {before} samples when the checkpoint was written, and have "
                 f"{self._sample_counts()} now; restore them"
             )
         self._drawn = int(state["drawn"])
-        order = state.get("order")
-        if (loader := state.get("loader")) is not None:
-            order = loader["_sampler_iter_state"]["sampler_iter_state"]
-        if order is not None:
-            self._order.load_state_dict(order)
+        self._order.load_state_dict(state["order"])
 
 
 def row_of(sample: Sample) -> Mapping[str, Any]:
-    """The place of a sample of `NumberedBatches` as JSON; a sample of an earlier checkpoint is returned itself."""
-    if ROW not in sample:
-        return sample
+    """The place of a sample of `NumberedBatches` as JSON."""
     source, row = sample[ROW]
     return {"source": source, "row": row, "group": sample[NUMBER]}
 

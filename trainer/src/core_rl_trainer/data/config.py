@@ -48,14 +48,6 @@ Sources = Annotated[tuple[DataSource, ...], BeforeValidator(_listed), Field(min_
 """One source or several; a text is the path of one."""
 
 
-RETIRED = {
-    "streaming": "all examples are encoded before the start and stay in memory as tokens; remove it",
-    "too_long": "the field is data.unusable now; write data.unusable=error, which names the rows, or "
-    "data.unusable=drop, which leaves them out",
-}
-"""Fields of earlier versions, and what to write."""
-
-
 class DataSection(Config):
     """The data.
 
@@ -90,13 +82,6 @@ class DataSection(Config):
     """The time that a chat template formats with ``strftime_now``. Null: when the run begins, also after it resumes."""
     max_image_pixels: int = Field(default=4096 * 4096, ge=1)
     """Larger images of examples are refused; the model's image processor scales smaller ones."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_retired(cls, values: Any) -> Any:
-        for name in RETIRED.keys() & values if isinstance(values, Mapping) else ():
-            raise ValueError(f"data.{name} = {values[name]!r}: {RETIRED[name]}")
-        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

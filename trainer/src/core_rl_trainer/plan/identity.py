@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -67,18 +66,11 @@ REASONS = (
 SHARED = ("seed", "data*", "model*", "critic", "critic.path", "algorithm.type", "rollout.prompts_per_step")
 """Fields, as patterns, that a run shares with the one from whose checkpoint it starts."""
 
-RETIRED: Mapping[tuple[str, str], Callable[[Any], Mapping[str, Any] | None]] = {
-    ("data", "streaming"): {False: {}}.get,
-    ("data", "too_long"): {"refuse": {"unusable": "error"}, "drop": {"unusable": "drop"}}.get,
-    ("algorithm", "type_"): lambda name: {"type": name},
-}
-"""The fields of now for values of fields of earlier versions; None for values that there are no more."""
-
 FILES = ("train", "eval")
 """Fields of the section ``data`` that name sources."""
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Files of image processors; an earlier version had no digests of them."""
+"""Files of image processors."""
 CONFIGS = ("config.json", "generation_config.json")
 """Files next to the tokenizer's that name end tokens."""
 
@@ -95,9 +87,8 @@ class RunIdentity:
     data: Mapping[str, str]
     """The digests of local data files or rows of the Hub, by field and number of the source; of image files and
     processors."""
-    files: Mapping[str, str] | None = None
-    """The digests of tokenizer, chat templates, configs and adapter, by field and name of the file. None in a run of an
-    earlier version, which is not compared."""
+    files: Mapping[str, str]
+    """The digests of tokenizer, chat templates, configs and adapter, by field and name of the file."""
 
     @staticmethod
     def of(recipe: Recipe, digests: Mapping[str, str] = MappingProxyType({})) -> RunIdentity:
@@ -138,12 +129,9 @@ class RunIdentity:
         fields = differing_fields(before, _sources_numbered(now.recipe, known))
         changed = [f"{text} ({_reason(name)})" for name, text in fields.items() if counts(name)]
         changed += _changed_files(self.data, now.data, known, "the run would see other examples")
-        if self.files is not None and now.files is not None:
-            names = self.files.keys() | now.files.keys()
-            changed += _changed_files(
-                self.files, now.files, names, "the run would see other tokens, or another policy"
-            )
-        return changed
+        names = self.files.keys() | now.files.keys()
+        consequence = "the run would see other tokens, or another policy"
+        return [*changed, *_changed_files(self.files, now.files, names, consequence)]
 
 
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
@@ -207,17 +195,9 @@ def _reason(field: str) -> str:
 
 
 def _with_defaults(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``recipe`` of an earlier version with present names, and with the defaults of fields that it lacks."""
-    values = copy.deepcopy(dict(recipe))
-    for section in ("trackio", "cluster"):  # no step depends on them
-        values.pop(section, None)
-    for (section, field), meaning in RETIRED.items():
-        part: dict[str, Any] = values.get(section) or {}
-        if field in part and (present := meaning(part[field])) is not None:
-            del part[field]
-            part.update(present)
+    """``recipe`` with the defaults of fields that it lacks."""
     try:
-        return parse_config(Recipe, values).model_dump(mode="json", exclude={"fresh"})
+        return parse_config(Recipe, recipe).model_dump(mode="json", exclude={"fresh"})
     except ConfigError:  # it has fields that there are no more: those differ
         return recipe
 

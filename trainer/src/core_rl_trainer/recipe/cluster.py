@@ -15,21 +15,7 @@ Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 """Text that fits into one line."""
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
-RETIRED = {
-    "slurm": "a job of Slurm starts Ray on its machines, and the run has cluster.type = 'ray': see 'Under Slurm' in "
-    "docs/many-machines.md",
-    "attach": "start Ray on the machines, and set cluster.type = 'ray': see 'A Ray cluster' in docs/many-machines.md",
-}
-"""Types of before."""
-
-
-def _without_retired(kind: object) -> object:
-    if isinstance(kind, str) and kind in RETIRED:
-        raise ValueError(f"there is no type {kind!r} any more; {RETIRED[kind]}")
-    return kind
-
-
-ClusterType = Annotated[Literal["local", "ray"], BeforeValidator(_without_retired)]
+ClusterType = Literal["local", "ray"]
 
 
 class SchedulingSection(Config):

@@ -184,10 +184,7 @@ class Recipe(Config):
     def _plain(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        if values.get("trackio") is not None:
-            raise ValueError("unknown field 'trackio': write a callback, see docs/train-a-model.md")
-        known = {name: value for name, value in values.items() if name != "trackio"}  # null in earlier runs
-        return with_one_kind_of_reward(plain_values(known))
+        return with_one_kind_of_reward(plain_values(values))
 
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:

@@ -248,7 +248,7 @@ def recorded_identity(path: Path) -> RunIdentity | None:
     if not (path / RECIPE).is_file():
         return None
     recipe = yaml.safe_load((path / RECIPE).read_text(encoding="utf-8"))
-    identity = read_json(path / IDENTITY) or {"schedule_steps": recipe["steps"], "data": {}}
+    identity = read_json(path / IDENTITY) or {"schedule_steps": recipe["steps"], "data": {}, "files": {}}
     return RunIdentity(recipe=recipe, **identity)
 
 
@@ -296,10 +296,6 @@ def find_source(files: RunFiles, steps: int, identity: Callable[[], RunIdentity]
             "another directory"
         )
     checkpoint = _open(path, subject)
-    if "run" not in checkpoint.state:
-        raise ConfigError(
-            f"{subject}: {checkpoint.path} was written by an earlier version; resume that run once"
-        )
     origin = RunIdentity(**checkpoint.state["run"])
     shared = f"{subject}: a run that starts from another one shares its model and the order of its data, and differs in"
     raise_all(ConfigError, shared, origin.refused_start(identity()))

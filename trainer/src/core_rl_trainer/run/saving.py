@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
-from core_rl.checkpoint.manifest import read_manifest, require_metadata
+from core_rl.checkpoint.manifest import read_manifest
 from core_rl.checkpoint.run import PendingCheckpoint, RunCheckpoint, RunCheckpoints
 from core_rl.config.capability import Capability
 from core_rl.config.layout import ParallelLayout
@@ -152,13 +152,11 @@ def readable_part(
     manifest = read_manifest(part)
     portable = part.with_name(f"{name}{PORTABLE}")
     if manifest.kind == "portable":
-        require_metadata(manifest, str(part))
         return SaveLoadMeta(path=str(part), format="portable")
     engine, saved = manifest.state["engine"], ParallelLayout.model_validate(manifest.state["layout"])
     if engine == spec.name and (saved == layout or spec.supports(Capability.RESHARDING)):
         return SaveLoadMeta(path=str(part), format="sharded")
     if portable.is_dir():
-        require_metadata(read_manifest(portable), str(portable))
         return SaveLoadMeta(path=str(portable), format="portable")
     raise CheckpointMismatch(
         f"the {name} in {checkpoint.path} was saved by the engine {engine!r} at {saved} in a format of its own, and "
