@@ -230,6 +230,7 @@ def doctor(  # noqa: PLR0913, PLR0917  (the options of a command)
             "--repro", help="Write scripts without core-rl that show the differences here.", metavar="DIR"
         ),
     ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of drawn sequences.")] = 0,
     json_file: Annotated[
         str | None,
         typer.Option("--json", help="Write the verdict as JSON here; - prints it.", metavar="FILE"),
@@ -253,7 +254,8 @@ def doctor(  # noqa: PLR0913, PLR0917  (the options of a command)
     arguments = ServerArguments(
         url=server or "", wire=wire or "", model_dir=str(model), take_over=take_over, dtype=dtype
     )
-    diagnosis = diagnose(engines, model, data, dtype, cuts, arguments if server else None, reproductions)
+    served = arguments if server else None
+    diagnosis = diagnose(engines, model, data, dtype, cuts, served, reproductions, seed)
     document = diagnosis.model_dump_json(indent=2)
     typer.echo(document if json_file == "-" else diagnosis.text)
     if json_file not in (None, "-"):

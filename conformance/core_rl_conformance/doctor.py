@@ -122,11 +122,12 @@ def diagnose(
     cuts: Cuts,
     server: ServerArguments | None = None,
     scripts: Path | None = None,
+    seed: int = 0,
 ) -> Diagnosis:
     """Judge ``engines``, each NAME or NAME:LAYOUT, on the model in ``path``.
 
-    The sequences are drawn, or come from the file ``data``. A ``server`` of the whole model is judged, too. Scripts of
-    first differences, and the model that they read if it is cut, go into the directory ``scripts``. Raises
+    The sequences are drawn by ``seed``, or come from the file ``data``. A ``server`` of the whole model is judged, too.
+    Scripts of first differences, and the model that they read if it is cut, go into the directory ``scripts``. Raises
     `ConfigError` for a model that nothing can be computed with, for sequences that it does not take, for options that
     exclude each other, and for a session without an end.
     """
@@ -154,7 +155,7 @@ def diagnose(
             labels[server.url] = _label_or_refusal(partial(load_server_target, server))
             options += server.command_line if isinstance(labels[server.url], str) else []
         accepted = list(dict.fromkeys(label for label in labels.values() if isinstance(label, str)))
-        options += [f"--model-dir={path}", *([f"--dtype={dtype}"] if dtype else [])]
+        options += [f"--seed={seed}", f"--model-dir={path}", *([f"--dtype={dtype}"] if dtype else [])]
         results = _results(options, Path(temporary) / "report.json") if accepted else ()
     refused = {engine: str(error) for engine, error in labels.items() if isinstance(error, CoreRLError)}
     diagnosis = diagnosis_of(accepted, refused, results, cut)
