@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
@@ -10,6 +15,7 @@ from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.expected_values import ExpectedOutputs
 from core_rl_conformance.findings import reproduced, reproduced_tokens
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
@@ -30,6 +36,7 @@ WITH_LOGITS: tuple[tuple[OutputName, ...], ...] = (
     ("entropy", "logits"),
     ("logprobs", "entropy", "logits"),
 )
+MAP_COLUMNS = 72
 LARGE_VOCABULARY = 1543
 """Prime, and more than the usual blocks of kernels that loop over the vocabulary."""
 
@@ -65,10 +72,31 @@ def layers_match_the_oracle(subject: EngineUnderTest) -> None:
     places = subject.places(data)
     for layer, truth in enumerate(expected):
         got, label = [part[:, layer] for part in states], f"hidden states after layer {layer}"
-        within = f"layer {layer}, "
-        finding = compare_tokens(label, got, truth.values, truth.tolerance, places, within=within)
-        values = (got, truth.values, truth.tolerance)
+        values, within = (got, truth.values, truth.tolerance), f"layer {layer}, "
+        finding = compare_tokens(label, *values, places, within=within)
+        if finding.problem is not None and [x.shape for x in got] == [x.shape for x in truth.values]:
+            problem = "\n".join([finding.problem, *_error_map(states, expected, layer)])
+            finding = replace(finding, problem=problem)
         subject.verify(reproduced_tokens(subject.case, finding, truth.computation, *values))
+
+
+def _error_map(states: Sequence[Tensor], expected: Sequence[ExpectedOutputs], layer: int) -> Iterator[str]:
+    """Lines of a map over layers and tokens: the first sequence that is off after ``layer``.
+
+    ``states`` are ``[L, layers + 1, H]`` of each sequence. Columns of a long sequence are several tokens each.
+    """
+
+    def ratios(row: int, layer: int) -> Tensor:
+        difference = (states[row][:, layer].double() - expected[layer].values[row]).abs().amax(dim=-1)
+        return torch.nan_to_num(difference, nan=math.inf) / expected[layer].tolerance.limit
+
+    row = next(row for row in range(len(states)) if bool((ratios(row, layer) > 1).any()))
+    width = math.ceil(len(states[row]) / MAP_COLUMNS)
+    yield f"errors by layer and token of sequence {row}: . is within rounding, 1 above it, 2 above 10 times that, ..."
+    for number in range(len(expected)):
+        worst = [float(part.max()) for part in ratios(row, number).split(width)]
+        marks = ["." if ratio <= 1 else str(min(9, 1 + int(math.log10(min(ratio, 1e9))))) for ratio in worst]
+        yield f"  {number:3} {''.join(marks)}"
 
 
 @check("I7.entropy", images=True, any_model=True)

@@ -49,7 +49,11 @@ class LastTokenLost(ReferenceBackend):
         return outputs
 
 
-@Mutant("I7.layers", "a constant of one layer alone", r"first at layer 2, sequence 0, token 0 of")
+@Mutant(
+    "I7.layers",
+    "a constant of one layer alone",
+    r"first at layer 2, sequence 0, token 0 of[\s\S]*token of sequence 0: [\s\S]*\n +0 \.+\n +1 \.+\n +2 [1-9]",
+)
 class SecondLayerEpsilon(ReferenceBackend):
     """The second layer divides by another epsilon, as by the default of a config without the field."""
 
