@@ -231,6 +231,15 @@ def doctor(  # noqa: PLR0913, PLR0917  (the options of a command)
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of drawn sequences.")] = 0,
+    still_steps: Annotated[
+        int,
+        typer.Option(
+            "--lr0",
+            min=0,
+            help="Besides, N steps and syncs at learning rate 0: nothing may move.",
+            metavar="N",
+        ),
+    ] = 0,
     json_file: Annotated[
         str | None,
         typer.Option("--json", help="Write the verdict as JSON here; - prints it.", metavar="FILE"),
@@ -255,7 +264,7 @@ def doctor(  # noqa: PLR0913, PLR0917  (the options of a command)
         url=server or "", wire=wire or "", model_dir=str(model), take_over=take_over, dtype=dtype
     )
     served = arguments if server else None
-    diagnosis = diagnose(engines, model, data, dtype, cuts, served, reproductions, seed)
+    diagnosis = diagnose(engines, model, data, dtype, cuts, served, reproductions, seed, still_steps)
     document = diagnosis.model_dump_json(indent=2)
     typer.echo(document if json_file == "-" else diagnosis.text)
     if json_file not in (None, "-"):

@@ -59,6 +59,7 @@ STAGES: Mapping[str, Sequence[str]] = {
     "export": ("I10.export", "I10.import"),
     "checkpoint": ("I11.resume",),
     "sync": ("I12.disk", "I12.tensor", "I12.receive-disk", "I12.receive-tensor"),
+    "standstill": ("I12.standstill", "I12.standstill-sync"),
 }
 """Checks by the part of a step that they judge, in order, of train and of inference engines."""
 MEASURED = {"the loss": "loss", "the norm": "norm", "weights after": "optimizer step"}
@@ -123,6 +124,7 @@ def diagnose(
     server: ServerArguments | None = None,
     scripts: Path | None = None,
     seed: int = 0,
+    still_steps: int = 0,
 ) -> Diagnosis:
     """Judge ``engines``, each NAME or NAME:LAYOUT, on the model in ``path``.
 
@@ -155,7 +157,12 @@ def diagnose(
             labels[server.url] = _label_or_refusal(partial(load_server_target, server))
             options += server.command_line if isinstance(labels[server.url], str) else []
         accepted = list(dict.fromkeys(label for label in labels.values() if isinstance(label, str)))
-        options += [f"--seed={seed}", f"--model-dir={path}", *([f"--dtype={dtype}"] if dtype else [])]
+        options += [
+            f"--lr0={still_steps}",
+            f"--seed={seed}",
+            f"--model-dir={path}",
+            *([f"--dtype={dtype}"] if dtype else []),
+        ]
         results = _results(options, Path(temporary) / "report.json") if accepted else ()
     refused = {engine: str(error) for engine, error in labels.items() if isinstance(error, CoreRLError)}
     diagnosis = diagnosis_of(accepted, refused, results, cut)
@@ -181,7 +188,7 @@ def _label_or_refusal(load: Callable[[], Target]) -> str | CoreRLError:
 
 def _results(options: Sequence[str], file: Path) -> tuple[CaseRecord, ...]:
     """The results of a session with ``options``, which shows its progress on the standard error."""
-    checks = [f"--check={check}" for check in _checks()]
+    checks = [f"--check={check}" for check in _checks() if check not in STAGES.get("standstill", ())]
     with redirect_stdout(sys.stderr):
         code = pytest.main([*options, *checks, f"--report={file}", *SUITE])
     if code not in FINISHED:

@@ -103,6 +103,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "MINUTES",
         "help": "no checks: for so long, calls in any order with sizes over powers of two, drawn from the seed",
     },
+    "--lr0": {
+        "type": int,
+        "default": 0,
+        "metavar": "N",
+        "help": "besides the checks: N steps and weight syncs at learning rate 0, in which nothing may move",
+    },
     "--call-timeout": {
         "type": float,
         "default": 120.0,

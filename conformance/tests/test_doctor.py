@@ -13,7 +13,7 @@ import typer
 from mutants.outputs import SecondLayerEpsilon
 from mutants.rollouts import ReportsOneTokenLate, ScoresWithoutTemperature
 from mutants.tensor_parallel import HeadNormsNotReduced
-from mutants.zoo import RECORD
+from mutants.zoo import RECORD, spec_of
 from reference_server import ReferenceServer
 from server_stub import running
 from toy_tp import SPEC
@@ -28,8 +28,11 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.errors import ConfigError
 from core_rl.launch.process import start_fork_server
+from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.engines import register_engine
 from core_rl_conformance import doctor
 from core_rl_conformance.catalogue import load_checks
@@ -73,6 +76,7 @@ SPECS = (
     ),
 )
 SLIDING = "sliding_attention"
+STAGES = doctor.STAGES
 FEW = {
     "layers": ("I7.layers",),
     "outputs": ("I7.logprobs", "I6.neighbours", "I7.score", "I7.rollout-logprobs"),
@@ -191,6 +195,37 @@ def test_doctor_judges_a_running_server(engines: None, tmp_path: Path) -> None:
     assert f"http://{server.address}: could not be judged: " in dead.stdout
 
 
+class StepsAtLeastALittle(ReferenceBackend):
+    """A learning rate of 0 is a small one."""
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, max(lr, 1e-6), count)
+
+
+class DriftingReceiver(ReferenceRolloutBackend):
+    """Each update makes the weights that it brings a little larger."""
+
+    def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
+        super()._install_from_disk(meta)
+        for parameter in self._model.parameters():
+            parameter.data.mul_(1 + 1e-3 * meta.version)
+
+
+def test_nothing_moves_at_learning_rate_zero(
+    engines: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "STAGES", {"outputs": ("I7.score",), "standstill": STAGES["standstill"]})
+    names = ["reference", "reference-rollout", "steps-at-least-a-little", "drifting-receiver"]
+    with register_engine(spec_of(StepsAtLeastALittle)), register_engine(spec_of(DriftingReceiver)):
+        diagnosis = doctor.diagnose(
+            names, saved(QWEN3, tmp_path / "model"), None, None, Cuts(), still_steps=2
+        )
+    first, second = {finding.engine: finding for finding in diagnosis.findings}.values()
+    assert (first.engine, first.place) == ("steps-at-least-a-little:dp1", "model.embed_tokens.weight")
+    assert (second.engine, second.place) == ("drifting-receiver:dp1", "sequence 0, token 0 of 8")
+    assert "after sync 1 at learning rate 0" in second.message
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -264,6 +299,7 @@ def test_stages_hold_checks_of_any_model() -> None:
         for name, check in checks.items()
         if check.any_model and check.kind == "train" and "adapter" not in name
     }
+    staged -= set(doctor.STAGES["standstill"])
     assert {name for name in staged if checks[name].kind == "train"} == expected
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMResponse, SamplingParams
-from core_rl_conformance.catalogue import check
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import Check, check, check_of
 from core_rl_conformance.checks.pairs import PairFinding, pair_tokens, partners_part, verify_pair
 from core_rl_conformance.engine_under_test import BUDGET, EngineUnderTest, per_sequence
 from core_rl_conformance.expected_values import Snapshot
@@ -23,6 +24,7 @@ from core_rl_conformance.procedures.moving import train
 from core_rl_oracle.tolerance import Tolerance
 
 SYNC = {Capability.SYNC_DISK}
+STILL = {"lr": 0.0, "weight_decay": 0.1}
 GIVEN = {Capability.SCORE, Capability.TOP_LOGPROBS}
 TEMPERATURES = (1.0, 0.7)
 TOP = 5
@@ -167,6 +169,69 @@ def _verify_arrived(
     }
     label = f"log-probs of tokens generated after sync {version}"
     serving.verify_logprobs(subject, label, truth, responses, 1.0, guesses)
+
+
+def standstill_checks(steps: int) -> list[Check]:
+    """``steps`` steps at learning rate 0: of a train engine alone, and with syncs to an inference engine."""
+
+    @check("I12.standstill", each="layout", any_model=True)
+    def weights_stay(subject: EngineUnderTest) -> None:
+        """At learning rate 0 no step moves a weight, by a single bit.
+
+        Why: decay or moments that do not heed the rate, or weights that come back from another dtype, change a policy
+        between two steps that should be equal.
+        Look at: the first tensor that moved, and what writes it between the steps.
+        """
+        group = subject.start(optimizer=STILL)
+        start = _weights_of(group)
+        for step in range(1, steps + 1):
+            _train_in_place(subject, group, start, step)
+
+    @check(
+        "I12.standstill-sync",
+        kind="inference",
+        partner="train",
+        requires=SYNC,
+        partner_requires=SYNC,
+        each="layout",
+        any_model=True,
+    )
+    def served_weights_stay(subject: EngineUnderTest) -> None:
+        """At learning rate 0, the weight syncs between steps do not move what the inference engine serves.
+
+        Why: a sync that rounds, scales or merges again adds an error each time.
+        Look at: the sync after which log-probs leave the first model; if I12.standstill passes, what the receiver
+        converts.
+        """
+        model, sampling = subject.model(), SamplingParams(max_new_tokens=8, ignore_eos=True)
+        with partners_part(subject):
+            group = subject.peer.start(model, optimizer=STILL)
+        start = _weights_of(group)
+        engine = subject.serve(model, keep=False)
+        for step in range(1, steps + 1):
+            meta = WeightUpdateMeta(version=step, path=str(subject.directory(f"sync-{step}")))
+            with partners_part(subject):
+                _train_in_place(subject.peer, group, start, step)
+                group.upload_weights(meta)
+            serving.installed(engine, meta)
+            responses = serving.ask(engine, serving.requests_for(subject.data(), sampling))
+            label = f"log-probs of tokens generated after sync {step} at learning rate 0"
+            serving.verify_logprobs(subject, label, model, responses, 1.0)
+
+    return [declared for function in (weights_stay, served_weights_stay) if (declared := check_of(function))]
+
+
+def _weights_of(group: EngineGroup) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in group.named_tensors("master").items()}
+
+
+def _train_in_place(
+    subject: EngineUnderTest, group: EngineGroup, start: Mapping[str, Tensor], step: int
+) -> None:
+    """A step at learning rate 0, after which the weights still equal ``start``."""
+    train(group, subject, [step])
+    label = f"weights after step {step} at learning rate 0"
+    subject.verify_same(label, group.named_tensors("master"), start)
 
 
 @check("I7.pair-scores", kind="inference", partner="inference", requires=GIVEN, partner_requires=GIVEN)

@@ -22,6 +22,7 @@ import pytest
 from core_rl.errors import ConfigError, CoreRLError, LayoutError, RankTimeout, UnsupportedCapability
 from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check, checks_in, declared_checks
+from core_rl_conformance.checks.rollout_pairs import standstill_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.given_model import GivenModel
@@ -110,16 +111,25 @@ class Plan(NamedTuple):
 PLAN = pytest.StashKey[Plan]()
 
 
+def asked_checks(selection: Selection) -> list[Check]:
+    """Checks that run by an option alone: of ``--lr0``, or the soak."""
+    if selection.soak_minutes is not None:
+        return [soak_check(60 * selection.soak_minutes)]
+    return standstill_checks(selection.still_steps) if selection.still_steps else []
+
+
 class CheckFile(pytest.File):
     """A module of `core_rl_conformance.checks`; its ``__init__`` stands for the checks of other distributions."""
 
     def collect(self) -> Iterator[pytest.Item]:
         plan = self.config.stash[PLAN]
         if plan.selection.soak_minutes is not None:
-            yield from self._soaks(plan, plan.selection.soak_minutes) if self.path.stem == "__init__" else ()
+            yield from self._soaks(plan) if self.path.stem == "__init__" else ()
             return
         if self.path.stem == "__init__":
             checks = declared_checks()
+            for check in asked_checks(plan.selection):
+                yield from (CheckItem.build(self, case) for case in self._cases(check, plan))
         else:
             checks = checks_in(importlib.import_module(f"core_rl_conformance.checks.{self.path.stem}"))
         for check in checks:
@@ -127,11 +137,11 @@ class CheckFile(pytest.File):
                 for case in self._cases(check, plan):
                     yield CheckItem.build(self, quick_sample(case, plan.targets, plan.selection))
 
-    def _soaks(self, plan: Plan, minutes: float) -> Iterator[pytest.Item]:
+    def _soaks(self, plan: Plan) -> Iterator[pytest.Item]:
         """A soak for each layout and dtype of each train engine; they share the time."""
-        whole = soak_check(60 * minutes)
+        (whole,) = asked_checks(plan.selection)
         planned = [case for target in plan.targets for case in cases(whole, target, plan.selection)]
-        share = soak_check(60 * minutes / max(1, len(planned)))
+        share = soak_check(60 * (plan.selection.soak_minutes or 0) / max(1, len(planned)))
         for case in planned:
             yield CheckItem.build(self, replace(case, check=share))
 

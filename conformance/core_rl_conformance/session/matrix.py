@@ -44,6 +44,8 @@ class Selection:
     device: str = "cpu"
     soak_minutes: float | None = None
     """Time of a soak, which replaces the checks; None runs the checks."""
+    still_steps: int = 0
+    """Steps at learning rate 0, besides the checks."""
 
     @property
     def narrowed(self) -> bool:

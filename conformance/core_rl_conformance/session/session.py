@@ -280,6 +280,7 @@ def _plan(config: pytest.Config) -> Plan:
         sample_every=config.getoption("core_rl_sample_every"),
         device=config.getoption("core_rl_device"),
         soak_minutes=config.getoption("core_rl_soak"),
+        still_steps=config.getoption("core_rl_lr0"),
     )
     try:
         checks = load_checks()

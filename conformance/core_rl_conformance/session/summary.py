@@ -22,7 +22,7 @@ from core_rl_conformance.report.certify import certify, judge, needs_of
 from core_rl_conformance.report.code import engine_code, suite_code
 from core_rl_conformance.report.files import ReportError, check_destination, write_report
 from core_rl_conformance.report.model import CheckRecord, EngineRecord, Report
-from core_rl_conformance.session.items import Plan
+from core_rl_conformance.session.items import Plan, asked_checks
 from core_rl_conformance.session.order import Mending, lines_of, mendings
 
 SYMBOLS = {
@@ -213,7 +213,11 @@ class ReportWriter:
         complete = not self._summary.narrowed and exitstatus in FINISHED
         kinds = {target.kind for target in plan.targets}
         checks = sorted(
-            (_check(check) for check in load_checks().values() if check.kind in kinds),
+            (
+                _check(check)
+                for check in (*load_checks().values(), *asked_checks(plan.selection))
+                if check.kind in kinds
+            ),
             key=lambda check: check.order,
         )
         entries = {entry.name: entry for entry in list_engines()}
