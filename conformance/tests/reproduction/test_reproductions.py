@@ -34,13 +34,7 @@ from core_rl_conformance.inputs.losses import (
 )
 from core_rl_conformance.inputs.tiny_models import MAX_LENGTH, OTHER_LAYERS, ModelStore, TinyModel
 from core_rl_conformance.profile import DENSE
-from core_rl_conformance.reproduction import (
-    Output,
-    Quantity,
-    Weights,
-    computation_of,
-    reproduction,
-)
+from core_rl_conformance.reproduction import Output, Quantity, Weights, computation_of, reproduction
 from core_rl_oracle.oracle import Oracle
 
 LM, VALUE = TinyModel(family="llama"), TinyModel(family="llama", head="value")
