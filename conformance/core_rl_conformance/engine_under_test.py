@@ -38,12 +38,7 @@ from core_rl_conformance.expected_values import (
     Judged,
     Snapshot,
 )
-from core_rl_conformance.findings import (
-    reproduced,
-    reproduced_tokens,
-    scalar_finding,
-    weights_finding,
-)
+from core_rl_conformance.findings import reproduced, reproduced_tokens, scalar_finding, weights_finding
 from core_rl_conformance.hints import diagnose
 from core_rl_conformance.hints.diagnose import Again, Explain, explain_loss, explain_named, explain_tokens
 from core_rl_conformance.hints.tokens import Places

@@ -145,10 +145,7 @@ def placeholders_fit_their_images(subject: EngineUnderTest) -> None:
         "more pixels than placeholders": {
             name: torch.cat([value, value]) for name, value in batch.media[place].items()
         },
-        "pixels that are NaN": {
-            **batch.media[place],
-            "pixel_values": torch.full_like(pixels, float("nan")),
-        },
+        "pixels that are NaN": {**batch.media[place], "pixel_values": torch.full_like(pixels, float("nan"))},
     }
     for label, media in cases.items():
         problem = f"{label}: forward() raises no BatchError"

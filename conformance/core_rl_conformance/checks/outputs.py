@@ -286,9 +286,9 @@ def values_match_the_oracle(subject: EngineUnderTest) -> None:
 
 @check("I7.scores", requires={Capability.REWARD_HEAD}, each="layout")
 def scores_match_the_oracle(subject: EngineUnderTest) -> None:
-    """The score of each sequence is the head on its last token, at any temperature.
+    """The score of each sequence is the head on its last token, at any temperature, also if padding has its id.
 
-    Why: a score that is read at the end of the padding, or at the first EOS, ranks noise.
+    Why: a score that is read at the end of the padding, at the first EOS, or before it as in transformers, ranks noise.
     Look at: which position of each packed sequence the head reads; a temperature, which has no meaning for it.
     """
     _verify_scalars(subject, "reward", "scores")
@@ -304,3 +304,8 @@ def _verify_scalars(subject: EngineUnderTest, head: Head, name: OutputName) -> N
     ):
         label = f"{of}at temperature {temperature:g}"
         verify_forward(subject, group, (name,), model, data, label, cut=cut, temperature=temperature)
+    model = replace(model, pad_is_eos=True)
+    eos = model.config().eos_token_id
+    assert isinstance(eos, int)
+    label, data = "of sequences that end in the id of padding", subject.data().ending_in(eos)
+    verify_forward(subject, subject.start(model), (name,), model, data, label, cut=BUDGET)

@@ -14,7 +14,6 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising, most_surprising_bet
 from core_rl_conformance.procedures.serving import (
@@ -228,16 +227,9 @@ def eos_is_trained_where_padding_has_its_id(subject: EngineUnderTest) -> None:
     token in the gradient of the input embedding.
     """
     model = replace(subject.model(), pad_is_eos=True)
-    # EOS, trained, at the end of each sequence and in the middle of the longer ones.
-    eos, rows = model.config().eos_token_id, []
+    eos = model.config().eos_token_id
     assert isinstance(eos, int)
-    for row in subject.data().rows:
-        last = len(row.ids) - 1
-        places = {last, last // 2} if last > 2 else {last}
-        ids = tuple(eos if t in places else token for t, token in enumerate(row.ids))
-        mask = tuple(t in places or trained for t, trained in enumerate(row.mask))
-        rows.append(replace(row, ids=ids, mask=mask))
-    data = Ragged(tuple(rows))
+    data = subject.data().ending_in(eos)
     group = subject.start(model)
     subject.verify_logprobs("with EOS inside", group, model, data)
     subject.verify_backward("with EOS inside", group, model, data, TokenMeanLoss(), MicroBatchSpec(count=2))

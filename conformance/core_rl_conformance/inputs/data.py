@@ -80,6 +80,17 @@ class Ragged:
         first, *rest = self.rows
         return Ragged((replace(first, ids=(*first.ids[: -len(ids)], *ids)), *rest))
 
+    def ending_in(self, token: int) -> Ragged:
+        """The same with ``token``, trained, at the end of each sequence and in the middle of the longer ones."""
+        rows = []
+        for row in self.rows:
+            last = len(row.ids) - 1
+            places = {last, last // 2} if last > 2 else {last}
+            ids = tuple(token if t in places else other for t, other in enumerate(row.ids))
+            mask = tuple(t in places or trained for t, trained in enumerate(row.mask))
+            rows.append(replace(row, ids=ids, mask=mask))
+        return Ragged(tuple(rows))
+
     def cut_at(self, lengths: Sequence[int]) -> Ragged:
         """The same packed tokens as sequences of other ``lengths``, as many and of the same sum."""
         ids = [token for row in self.rows for token in row.ids]

@@ -125,10 +125,6 @@ few = sequences(16)
 output_names: tuple[OutputName, ...] = ("logprobs", "entropy", "logits")
 output_sets = st.frozensets(st.sampled_from(output_names), min_size=1)
 losses = st.one_of(
-    st.builds(
-        TokenMeanLoss,
-        temperature=temperatures,
-        entropy_coef=st.sampled_from((0.0, 0.25)),
-    ),
+    st.builds(TokenMeanLoss, temperature=temperatures, entropy_coef=st.sampled_from((0.0, 0.25))),
     st.builds(SequenceMeanLoss, temperature=temperatures),
 )

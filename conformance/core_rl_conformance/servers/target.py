@@ -88,9 +88,7 @@ OF_THE_DRIVER = frozenset(
 SETS_VERSIONS = "contract.rollout-versions"
 """The check that changes a server without a capability."""
 NO_TAKE_OVER = "it would change the server; give --take-over to allow it"
-RAW = {
-    "vLLM": "the server reports raw log-probs; start it with --logprobs-mode processed_logprobs",
-}
+RAW = {"vLLM": "the server reports raw log-probs; start it with --logprobs-mode processed_logprobs"}
 """Advice where log-probs lack the temperature, by product."""
 
 

@@ -94,10 +94,7 @@ def test_an_engine_does_not_fail_for_its_partner(subject: EngineUnderTest, partn
 
 
 def test_partner_fault_does_not_hide_engine_fault(subject: EngineUnderTest) -> None:
-    quantities = [
-        pair_scalars("the loss", 0.0, 3.0, 0.0, ONE),
-        pair_scalars("the norm", 2.5, 0.0, 0.0, ONE),
-    ]
+    quantities = [pair_scalars("the loss", 0.0, 3.0, 0.0, ONE), pair_scalars("the norm", 2.5, 0.0, 0.0, ONE)]
     with pytest.raises(AssertionError, match="'reference' is off the oracle: the norm"):
         verify_pair(subject, quantities)
 

@@ -146,9 +146,7 @@ def test_only_known_token_error_shapes_are_named(hint: str) -> None:
 
 @settings(derandomize=True)
 @given(wrong=st.sets(st.sampled_from((~FIRST).nonzero()[:, 0].tolist()), min_size=1))
-def test_token_set_matches_wrong_tokens_exactly(
-    wrong: set[int],
-) -> None:
+def test_token_set_matches_wrong_tokens_exactly(wrong: set[int]) -> None:
     got = list((VALUES + NOISE * _marked(sorted(wrong))).split(BATCH.lengths))
     tokens = Tokens.of(got, EXPECTED, SMALL, PLACES)
     hints = token_hints(tokens)

@@ -83,11 +83,7 @@ class NormWithoutTheHead(AdaptedReference, OwnNorm):
         return (part for part in super().counted() if not (lora and part.name == HEAD))
 
 
-@Mutant(
-    "I20.adapter-modes",
-    "peft's disable_adapters",
-    r"of step 0 .*lora_A",
-)
+@Mutant("I20.adapter-modes", "peft's disable_adapters", r"of step 0 .*lora_A")
 class ReferencePassFreezes(AdaptedReference):
     """Switching the adapter off and on leaves it without ``requires_grad``."""
 

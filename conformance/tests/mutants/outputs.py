@@ -168,6 +168,17 @@ class ScoresTheFirstToken(ReferenceBackend):
         return outputs
 
 
+@Mutant("I7.scores", "transformers' sequence classification", "scores of sequences that end in the")
+class ScoresTheTokenBeforePadding(ReferenceBackend):
+    """The score is that of the last token without the id of padding."""
+
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        padding = getattr(self.model.config, "pad_token_id", None)
+        others = [] if padding is None else (ids != padding).nonzero().flatten().tolist()
+        is_reward = self.context.config.model.head == "reward"
+        return super().sequence(ids[: others[-1] + 1] if is_reward and others else ids, step)
+
+
 @Mutant("I6.neighbours", "AReaL #1442", "neighbours")
 class AttendsToNeighbours(Packed):
     """Causal attention over the whole pack, across the boundaries of sequences."""

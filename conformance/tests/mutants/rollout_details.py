@@ -99,11 +99,7 @@ class PenalizesRepetitionInAnswers(Bent):
         return logits.scatter_add(1, local, torch.full(local.shape, -0.5)) if local.numel() else logits
 
 
-@Mutant(
-    "I8.sampling-pairs",
-    "the order of temperature and top-p (I8)",
-    "with .*top_p = 0.7",
-)
+@Mutant("I8.sampling-pairs", "the order of temperature and top-p (I8)", "with .*top_p = 0.7")
 class TopPBeforeTemperature(Bent):
     """Top-p counts the probabilities before the temperature."""
 

@@ -102,11 +102,7 @@ class IgnoresLogitBias(Sampling):
         return replace(sampling, logit_bias=())
 
 
-@Mutant(
-    "I8.sampling-pairs",
-    "a field under another name (I8)",
-    "with .*presence_penalty = ",
-)
+@Mutant("I8.sampling-pairs", "a field under another name (I8)", "with .*presence_penalty = ")
 class IgnoresThePresencePenalty(Sampling):
     """``presence_penalty`` is not passed on."""
 

@@ -107,12 +107,7 @@ def test_trainers_are_no_partners_of_engines() -> None:
 
 def test_session_reports_the_trainer(pytester: pytest.Pytester, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    arguments = [
-        f"--trainer={__name__}:SPEC",
-        "--pyargs",
-        "core_rl_conformance",
-        f"--report={path}",
-    ]
+    arguments = [f"--trainer={__name__}:SPEC", "--pyargs", "core_rl_conformance", f"--report={path}"]
     result = run(pytester, *arguments, "--check=T[158].*")
     result.stdout.fnmatch_lines(
         ["trainer imitator: 3 passed, 0 failed, 9 not supported, 0 waived, 0 not run"]
