@@ -16,7 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from core_rl.config.engine import DType
 from core_rl.data.batch import SequenceBatch
-from core_rl.errors import GroupError
+from core_rl.errors import CoreRLError
 from core_rl.launch.hosts import LocalHosts, Slot
 from core_rl.launch.messages import Call
 from core_rl.launch.pool import RankPool
@@ -87,7 +87,7 @@ class RunDoctor:
             )[: self.sequences]
             part = batch.with_tokens(trainer=trainer.double(), drawn=drawn).select(rows)
             judgement = self._judgement(part)
-        except (GroupError, OSError) as error:
+        except (CoreRLError, OSError) as error:
             logger.warning("step %d: the doctor could not judge the engines: %s", step, error)
             self.forget()
             return {}
@@ -121,10 +121,11 @@ class RunDoctor:
         try:
             pool.grow([Slot(0, 0)])
             arguments = (judgement_of, (str(self.model), sequences, self.temperature, dtypes))
+            judgement: Judgement
             (judgement,) = pool.call(Call(0, "run_alone", arguments), [()], self.timeout_s)
+            return judgement
         finally:
             pool.close(wait_s=0.0)
-        return Judgement(*judgement)
 
     def _cost(self, step: int, begin: float) -> dict[str, float]:
         """Seconds of this judgement; a warning where it takes a notable part of the time since the last one."""
@@ -142,8 +143,8 @@ class RunDoctor:
 
 def judgement_of(
     directory: str, sequences: Sequence[OracleSequence], temperature: float, dtypes: Sequence[DType]
-) -> tuple[Tensor, dict[DType, list[Tensor]]]:
-    """The fields of a `Judgement` on the model in ``directory``, which one process computes."""
+) -> Judgement:
+    """The log-probs of ``sequences`` on the model in ``directory``; one process computes them."""
     hf_logging.disable_progress_bar()
     oracle = Oracle(Path(directory))
     with torch.no_grad():  # one sequence's logits at a time
@@ -153,8 +154,8 @@ def judgement_of(
     for dtype in dtypes:
         model = PlainModel(Path(directory), "lm", getattr(torch, dtype))
         runs = (model.outputs(variant, sequences, temperature) for variant in (*VARIANTS, ALONE))
-        plain[dtype] = [torch.cat([outputs[LOGPROBS] for outputs in run]) for run in runs]
-    return torch.cat(expected), plain
+        plain[dtype] = [torch.cat([outputs[LOGPROBS] for outputs in run]).double() for run in runs]
+    return Judgement(torch.cat(expected), plain)
 
 
 def _compared(
@@ -171,7 +172,7 @@ def _compared(
     ``part`` are the sequences ``rows`` of the step's batch.
     """
     expected = judgement.expected[counted]
-    plain = [variant.double()[counted] for variant in judgement.plain[engine.dtype]]
+    plain = [variant[counted] for variant in judgement.plain[engine.dtype]]
     errors = got[counted] - expected
     sizes = torch.nan_to_num(errors.abs(), nan=torch.inf)
     allowed = tolerance(plain, expected, getattr(torch, engine.dtype))
