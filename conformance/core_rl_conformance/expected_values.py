@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core_rl.config.engine import Head
 from core_rl.data.micro_batch import shard_plan
@@ -28,6 +28,7 @@ from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, MakeEngine, Ser
 from core_rl_conformance.reproduction import Computation, HiddenStates, Output, computation_of
 from core_rl_conformance.trainers.pool import TrainerPool
 from core_rl_conformance.trajectory import AnyTraining, ExpectedTraining, expected_training
+from core_rl_oracle.experts import parameters_of
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import Gradients, Oracle, OracleSequence, SequenceLoss, grad_norm
 from core_rl_oracle.plain import ALONE, MANY_VARIANTS, TRAINED_ALONE, VARIANTS, PlainModel, Variant
@@ -379,6 +380,7 @@ def _expected_gradients(
     def mistakes() -> Iterator[tuple[str, Gradients]]:
         yield from _gradient_mistakes(oracle, data.for_oracle(), loss)
         yield from _unreduced_gradients(oracle, data, loss, truth, ranks)
+        yield from _uses_of_a_tied_embedding(oracle(), data.for_oracle(), loss, truth)
 
     return ExpectedGradients(
         oracle=truth, tolerances=allowed, loss=loss_allowed, norm=norm_allowed, mistakes=mistakes
@@ -411,6 +413,24 @@ def _unreduced_gradients(
         grads = {name: grad * share.weight / truth.weight for name, grad in share.grads.items()}
         sentence = f"gradients of data-parallel rank {rank} alone: they are not summed over the {ranks} ranks"
         yield sentence, Gradients(loss=truth.loss, weight=truth.weight, grads=grads)
+
+
+def _uses_of_a_tied_embedding(
+    oracle: Oracle, sequences: Sequence[OracleSequence], loss: CheckLoss, truth: Gradients
+) -> Iterator[tuple[str, Gradients]]:
+    """The right gradients, but of a tied embedding the part of one use, as on the first or the last stage."""
+    embedding, head = oracle.model.get_input_embeddings(), oracle.model.get_output_embeddings()
+    if not isinstance(head, nn.Module) or head.weight is not embedding.weight:
+        return
+    name = next(name for name, value in parameters_of(oracle.model).items() if value is head.weight)
+    if name not in truth.grads:  # frozen
+        return
+    hook = embedding.register_forward_hook(lambda *call: call[-1].detach())
+    of_head = oracle.gradients(sequences, loss.of_sequence, loss.temperature).grads[name]
+    hook.remove()
+    for use, grad in (("head", of_head), ("input", truth.grads[name] - of_head)):
+        sentence = f"the gradient of a tied embedding's use at the {use} alone"
+        yield sentence, replace(truth, grads={**truth.grads, name: grad})
 
 
 def _mistaken(

@@ -82,9 +82,10 @@ class Computation:
 def computation_of(of: object, quantity: Quantity, data: Ragged = NO_SEQUENCES) -> Computation | None:
     """The computation; None where a short script cannot make the model, read the sequences or compute the quantity.
 
-    Mixtures, vision-language models, adapters, variants of a given model and models for bfloat16 are out of reach.
+    Drawn mixtures, vision-language models, adapters, variants of a given model and models for bfloat16 are out of
+    reach.
     """
-    if not isinstance(of, TinyModel) or of.vision or of.family in MIXTURES:
+    if not isinstance(of, TinyModel) or of.vision or (of.family in MIXTURES and not of.source):
         return None
     if of.source and of != TinyModel(family=of.family, source=of.source):
         return None
@@ -177,10 +178,11 @@ def _model(model: TinyModel) -> Iterator[str]:
 
 
 def _given(directory: str) -> Iterator[str]:
+    yield "from transformers.core_model_loading import revert_weight_conversion"
     yield f"tiny = AutoModelForCausalLM.from_pretrained({directory!r}, dtype=torch.float32)"
     yield "def build():"
-    yield '    kwargs = {"dtype": torch.float64, "attn_implementation": "eager"}'
-    yield "    return AutoModelForCausalLM.from_config(tiny.config, **kwargs).eval()"
+    yield '    kwargs = {"attn_implementation": "eager", "experts_implementation": "eager"}'
+    yield "    return AutoModelForCausalLM.from_config(tiny.config, dtype=torch.float64, **kwargs).eval()"
 
 
 def _drawn(model: TinyModel, kind: str) -> Iterator[str]:
@@ -228,9 +230,16 @@ def _expected(computation: Computation) -> Iterator[str]:
         yield from _hidden_states(quantity.layer)
     elif isinstance(quantity, CheckLoss):
         yield from _data(computation)
-        yield from _gradients(quantity)
+        yield from _gradients(quantity, computation.model)
     else:
         yield "expected = {name: parameter.detach() for name, parameter in tiny.named_parameters()}"
+        yield from _renamed("expected", computation.model)
+
+
+def _renamed(tensors: str, model: TinyModel) -> Iterator[str]:
+    """Give ``tensors`` of a given model the names of its files, which have experts one by one."""
+    if model.source:
+        yield f"{tensors} = revert_weight_conversion(tiny, {tensors})"
 
 
 def _forward(head: str, temperature: float) -> Iterator[str]:
@@ -286,7 +295,7 @@ def _data(computation: Computation) -> Iterator[str]:
         yield f"TARGETS = {[row.target for row in computation.data.rows]}  # of the last state"
 
 
-def _gradients(loss: CheckLoss) -> Iterator[str]:
+def _gradients(loss: CheckLoss, model: TinyModel) -> Iterator[str]:
     of_scalars = isinstance(loss, OF_SCALARS)
     head = "value" if of_scalars else "lm"
     yield "total, weight = 0.0, 0"
@@ -299,6 +308,7 @@ def _gradients(loss: CheckLoss) -> Iterator[str]:
     yield "(total / weight).backward()"
     yield "grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}"
     yield "norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()"
+    yield from _renamed("grads", model)
     yield 'expected = {"loss": total.detach() / weight, "norm": norm, **grads}'
 
 

@@ -46,7 +46,8 @@ def gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     without an error (verl #4710: one backend's gradient norm is three times the other's). A wrapper or an export that
     unties the embedding trains two matrices (verl #6334, Automodel #2511, peft #2018).
     Look at: divisions by the number of ranks or tokens. The core has scaled the loss; the engine adds gradients up,
-    over micro-batches and over data-parallel ranks, and divides by nothing.
+    over micro-batches and over data-parallel ranks, and divides by nothing. Norms and biases whose tokens are spread
+    are added up over tensor-parallel ranks as well, and a tied embedding over the first and the last stage.
     """
     model, data = subject.model(), subject.data()
     group = subject.start(model, optimizer=optimizer_config(CONFIG))

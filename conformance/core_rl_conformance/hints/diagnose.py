@@ -330,5 +330,5 @@ def _same(
 def _not_deterministic(distance: float) -> str:
     return (
         f"not deterministic: the same call gives other values the second time, by {distance:.1e}; dropout that is on, "
-        "memory that nothing has written, or a race"
+        "values left from the call before, memory that nothing has written, or a race"
     )

@@ -23,6 +23,7 @@ KINDS = {
     "embeddings are": re.compile(r"embed|\.wte\.|\.wpe\."),
     "the head is": re.compile(r"^(lm_head|score)\."),
     "attention parameters are": re.compile(r"attn"),
+    "experts are": re.compile(r"\.experts\."),
     "MLP parameters are": re.compile(r"mlp"),
 }
 EMBEDDING = re.compile(r"embed_tokens|\.wte\.")

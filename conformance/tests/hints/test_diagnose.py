@@ -242,6 +242,7 @@ def _tensors() -> dict[str, Tensor]:
             f"{start}self_attn.q_proj.bias": (8,),
             f"{start}mlp.up_proj.weight": (12, 8),
             f"{start}mlp.down_proj.weight": (8, 12),
+            f"{start}mlp.experts.0.up_proj.weight": (12, 8),
             f"{start}input_layernorm.weight": (8,),
         }
     shapes |= {"model.norm.weight": (8,)}
@@ -280,6 +281,7 @@ SETS = {
     "only parameters of the layers are": _off("layers"),
     "only up_proj": _off("up_proj"),
     "only attention parameters": _off("attn"),
+    "only experts are": _off("experts"),
     "all zero": {name: torch.zeros_like(value) for name, value in NAMED.items()},
     "not finite": {name: value * torch.nan for name, value in NAMED.items()},
     r"all of them are multiplied by 0\.5 \(1/2\)": {name: 0.5 * value for name, value in NAMED.items()},
@@ -345,7 +347,7 @@ def test_wrong_part_needs_right_part() -> None:
 
 def test_some_wrong_tensors_are_listed() -> None:
     problem = _compare(_off("layers.1.*q_proj.weight|layers.2.*bias"))
-    assert "2 of 18 tensors differ" in problem
+    assert "2 of 21 tensors differ" in problem
     assert "wrong: model.layers.1.self_attn.q_proj.weight, model.layers.2.self_attn.q_proj.bias" in problem
     assert "only" not in problem
 

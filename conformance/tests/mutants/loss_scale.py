@@ -111,7 +111,7 @@ class DropsMicroBatchesWithNan(ReferenceBackend):
                 loss.backward()
 
 
-@Mutant("I1.gradients", "verl #6334", "tied", family="qwen3")
+@Mutant("I1.gradients", "verl #6334", "tied embedding's use at the input alone", family="qwen3")
 class DetachesTheHead(ReferenceBackend):
     """The tied embedding gets the gradient of its use at the input only."""
 

@@ -65,7 +65,7 @@ class ActivationsInHalf(PipelineBackend):
 @Mutant(
     "I1.gradients",
     "Megatron-LM, embedding gradients over the first and the last stage",
-    "embed_tokens",
+    "tied embedding's use at the head alone",
     layout=PP2,
     family="qwen3",
 )

@@ -33,7 +33,7 @@ from core_rl_conformance.inputs.losses import (
     ValueLoss,
 )
 from core_rl_conformance.inputs.tiny_models import MAX_LENGTH, OTHER_LAYERS, ModelStore, TinyModel
-from core_rl_conformance.profile import DENSE
+from core_rl_conformance.profile import DENSE, MOE
 from core_rl_conformance.reproduction import (
     HiddenStates,
     Output,
@@ -133,9 +133,10 @@ def test_scripts_compute_the_oracles_numbers(tmp_path: Path) -> None:
             _assert_printed(place, _expected(Oracle(directory, model.head), quantity, data))
 
 
-def test_script_reads_a_given_model(tmp_path: Path) -> None:
-    directory = ModelStore(tmp_path / "models").directory(LM)
-    model, data = TinyModel(family="llama", source=str(directory)), ragged(LM.vocab_size, 0, LENGTHS)
+@pytest.mark.parametrize("family", ["llama", MOE])
+def test_script_reads_a_given_model(tmp_path: Path, family: str) -> None:
+    directory = ModelStore(tmp_path / "models").directory(TinyModel(family=family))
+    model, data = TinyModel(family=family, source=str(directory)), ragged(LM.vocab_size, 0, LENGTHS)
     quantities: tuple[Quantity, ...] = (HiddenStates(1), TokenMeanLoss(temperature=0.8))
     places = _outputs_of([_script(model, quantity, data) for quantity in quantities], tmp_path / "scripts")
     for quantity, place in zip(quantities, places, strict=True):
