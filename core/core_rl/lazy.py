@@ -17,7 +17,7 @@ def lazy_names(package: str) -> dict[str, str]:
 
 
 def load_name(package: str, modules: dict[str, str], name: str) -> object:
-    """The attribute ``name`` of ``package``; raises ``AttributeError`` unless it is among ``modules``."""
+    """The attribute ``name`` of ``package``, one of its `lazy_names`; raises ``AttributeError`` for any other."""
     if name not in modules:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return getattr(import_module(modules[name]), name)
