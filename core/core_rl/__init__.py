@@ -4,13 +4,12 @@ What lists engines and reports errors is imported at once. The other names are i
 that ``import core_rl`` is quick and loads neither torch nor any backend.
 """
 
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 from core_rl import errors as _errors
 from core_rl.config.capability import Capability as Capability
 from core_rl.errors import *  # noqa: F403  (the one list is in that module)
-from core_rl.lazy import lazy_names as _lazy_names
-from core_rl.lazy import load_name as _load_name
 from core_rl.registry.engines import get_spec as get_spec
 from core_rl.registry.engines import list_engines as list_engines
 from core_rl.registry.engines import load_config as load_config
@@ -47,7 +46,32 @@ if TYPE_CHECKING:
     from core_rl.launch.group import EngineGroup as EngineGroup
     from core_rl.launch.hosts import LocalHosts as LocalHosts
 
-_HOMES = _lazy_names(__name__)
+_LAZY = {
+    "core_rl.backend.loss": ("LossSpec",),
+    "core_rl.backend.meta": ("FinetuneSpec", "SaveLoadMeta", "Scheduling", "WeightUpdateMeta"),
+    "core_rl.backend.metrics": ("Metric",),
+    "core_rl.config.engine": (
+        "EngineConfig",
+        "InferenceEngineConfig",
+        "ModelConfig",
+        "OptimizerConfig",
+        "ScheduleConfig",
+        "TrainEngineConfig",
+    ),
+    "core_rl.config.layout": ("ParallelLayout",),
+    "core_rl.data.batch": ("SequenceBatch",),
+    "core_rl.data.micro_batch": ("MicroBatchSpec",),
+    "core_rl.data.outputs": ("ModelOutput",),
+    "core_rl.data.requests": ("LLMRequest", "LLMResponse", "SamplingParams"),
+    "core_rl.distributed.process_group": ("RankAddress",),
+    "core_rl.engine.inference": ("InferenceEngine",),
+    "core_rl.engine.loading": ("load_engine",),
+    "core_rl.engine.sync": ("sync_weights",),
+    "core_rl.engine.train": ("TrainEngine",),
+    "core_rl.launch.group": ("EngineGroup",),
+    "core_rl.launch.hosts": ("LocalHosts",),
+}
+_HOMES = {name: module for module, names in _LAZY.items() for name in names}
 _AT_ONCE = (
     "Capability",
     "EngineSpec",
@@ -63,7 +87,9 @@ __all__ = ["__version__", *_ERRORS, *_AT_ONCE, *_HOMES]  # noqa: PLE0604  (the n
 
 
 def __getattr__(name: str) -> object:
-    return _load_name(__name__, _HOMES, name)
+    if name not in _HOMES:
+        raise AttributeError(f"module 'core_rl' has no attribute {name!r}")
+    return getattr(_import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,18 @@ def test_no_name_is_exported_twice() -> None:
 
 def test_dir_lists_exactly_the_exported_names() -> None:
     assert dir(core_rl) == sorted(core_rl.__all__)
+
+
+def test_type_checkers_see_the_lazy_names() -> None:
+    tree = ast.parse(Path(core_rl.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        (alias.asname, node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == set(core_rl._HOMES.items())
 
 
 def test_every_error_is_exported() -> None:

@@ -3,10 +3,8 @@
 The names are imported on first use (PEP 562): a config of an engine then loads no torch.
 """
 
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
-
-from core_rl.lazy import lazy_names as _lazy_names
-from core_rl.lazy import load_name as _load_name
 
 if TYPE_CHECKING:
     from core_rl.backend.steps import MicroBatchStep as MicroBatchStep
@@ -37,10 +35,53 @@ if TYPE_CHECKING:
     from core_rl.toolkit.packed import PackedModel as PackedModel
     from core_rl.toolkit.token_logprobs import token_logprobs as token_logprobs
 
-_HOMES = _lazy_names(__name__)
+_LAZY = {
+    "core_rl.backend.steps": ("MicroBatchStep",),
+    "core_rl.backend.tensors": (
+        "LocalSlice",
+        "ReplicatedState",
+        "ShardedState",
+        "TensorDict",
+        "TensorSource",
+        "check_source",
+    ),
+    "core_rl.backend.train_backend": (
+        "BuildContext",
+        "PassMode",
+        "TrainBackend",
+    ),
+    "core_rl.checkpoint.tensor_files": ("TensorFiles",),
+    "core_rl.config.base": ("Config",),
+    "core_rl.config.engine": (
+        "ModelConfig",
+        "TrainEngineConfig",
+    ),
+    "core_rl.data.batch": ("SequenceBatch",),
+    "core_rl.data.outputs": ("ModelOutput",),
+    "core_rl.toolkit.attention": (
+        "PACKED_ATTENTION",
+        "register_packed_attention",
+    ),
+    "core_rl.toolkit.build": (
+        "build_model",
+        "read_config",
+    ),
+    "core_rl.toolkit.hf_backend": ("HFBackend",),
+    "core_rl.toolkit.meta_build": ("build_on_meta",),
+    "core_rl.toolkit.optimizer": (
+        "build_adamw",
+        "moment_kinds",
+        "set_step_count",
+    ),
+    "core_rl.toolkit.packed": ("PackedModel",),
+    "core_rl.toolkit.token_logprobs": ("token_logprobs",),
+}
+_HOMES = {name: module for module, names in _LAZY.items() for name in names}
 
 __all__ = [*_HOMES]  # noqa: PLE0604  (the names come from a table)
 
 
 def __getattr__(name: str) -> object:
-    return _load_name(__name__, _HOMES, name)
+    if name not in _HOMES:
+        raise AttributeError(f"module 'core_rl.toolkit' has no attribute {name!r}")
+    return getattr(_import_module(_HOMES[name]), name)

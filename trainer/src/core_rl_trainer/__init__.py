@@ -3,10 +3,8 @@
 The names below are imported on first use (PEP 562), so that the command line loads this package without torch.
 """
 
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
-
-from core_rl.lazy import lazy_names as _lazy_names
-from core_rl.lazy import load_name as _load_name
 
 if TYPE_CHECKING:
     from core_rl_trainer.api import dry_run as dry_run
@@ -24,13 +22,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = _lazy_names(__name__)
+_HOMES = {
+    "Callback": "core_rl_trainer.callbacks",
+    "CheckpointSaved": "core_rl_trainer.callbacks",
+    "EvaluationEnd": "core_rl_trainer.callbacks",
+    "Event": "core_rl_trainer.callbacks",
+    "Recipe": "core_rl_trainer.recipe.recipe",
+    "RunEnd": "core_rl_trainer.callbacks",
+    "RunFailed": "core_rl_trainer.callbacks",
+    "StepEnd": "core_rl_trainer.callbacks",
+    "StopRun": "core_rl_trainer.callbacks",
+    "dry_run": "core_rl_trainer.api",
+    "load_recipe": "core_rl_trainer.recipe.recipe",
+    "train": "core_rl_trainer.api",
+}
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (the names come from the one table)
 
 
 def __getattr__(name: str) -> object:
-    return _load_name(__name__, _HOMES, name)
+    if name not in _HOMES:
+        raise AttributeError(f"module 'core_rl_trainer' has no attribute {name!r}")
+    return getattr(_import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
