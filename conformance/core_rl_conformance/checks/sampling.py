@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -53,9 +57,8 @@ def tokens_follow_the_distribution(subject: EngineUnderTest) -> None:
         sampling, first = replace(ONE, temperature=temperature), 1000 * subject.case.seed
         seeds = range(first, first + DRAWS) if seeded else [None] * DRAWS
         responses = drawn_by(subject, [(prompt, replace(sampling, seed=seed)) for seed in seeds])
-        how = (
-            f"at temperature {temperature:g}, {'each with a seed of its own' if seeded else 'without seeds'}"
-        )
+        seeding = "each with a seed of its own" if seeded else "without seeds"
+        how = f"at temperature {temperature:g}, {seeding}"
         verify_first_tokens(subject, how, responses, row)
     _verify_answers(subject, prompts)
 
@@ -91,9 +94,8 @@ def _verify_answers(subject: EngineUnderTest, prompts: Prompts) -> None:
     subject.require(ids[: len(requests)] != ids[len(requests) :], problem)
     rows = policy_rows(subject, responses, sampling.temperature)
     surprise = most_surprising_bet(ids, rows)
-    subject.require(
-        surprise.tail > FALSE_ALARMS, f"in answers of {sampling.max_new_tokens} tokens: {surprise}"
-    )
+    where = f"in answers of {sampling.max_new_tokens} tokens"
+    subject.require(surprise.tail > FALSE_ALARMS, f"{where}: {surprise}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +131,8 @@ def policy_rows(
     data, vocab_size = sequences_of(responses), subject.model().vocab_size
     top = subject.serve(subject.model()).top_logprobs(data.batch(), vocab_size)
     rows = torch.zeros(top.logprobs.shape, dtype=torch.float64).scatter(1, top.ids, top.logprobs.double())
-    return [
-        torch.log_softmax(row / temperature, -1) for row in generated(rows.split(data.lengths), responses)
-    ]
+    parts = generated(rows.split(data.lengths), responses)
+    return [torch.log_softmax(part / temperature, -1) for part in parts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +143,6 @@ class GreedyPath:
     ids: tuple[int, ...]
     stops: tuple[int, int]
     """Two tokens of ``ids``, each in the order of its first place, neither of them at the first place."""
-
-    def until(self, stops: Collection[int]) -> tuple[int, ...]:
-        """The answer that ends with the first of ``stops``; all of ``ids`` where there is none."""
-        end = next((place + 1 for place, token in enumerate(self.ids) if token in stops), len(self.ids))
-        return self.ids[:end]
 
 
 def find_path(oracle: Oracle, vocab_size: int, seed: int) -> GreedyPath:
@@ -173,39 +169,68 @@ def find_path(oracle: Oracle, vocab_size: int, seed: int) -> GreedyPath:
     raise ValueError(f"none of {PROMPTS} prompts leads to three different tokens in {STEPS} steps")
 
 
+def write_texts(directory: Path, vocab_size: int) -> None:
+    """Write a tokenizer: the text of each token is its id in angle brackets."""
+    tokenizer = Tokenizer(models.WordLevel({f"<{n}>": n for n in range(vocab_size)}, unk_token="<0>"))  # noqa: S106
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+
+
+def end_of(ids: Sequence[int], tokens: Collection[int], texts: Sequence[str]) -> int | None:
+    """The number of ``ids`` up to the first that is in ``tokens`` or completes any of ``texts``; None without any."""
+    so_far = zip(ids, accumulate(f"<{token}>" for token in ids), strict=True)
+    ends = (
+        n for n, (token, text) in enumerate(so_far, 1) if token in tokens or any(t in text for t in texts)
+    )
+    return next(ends, None)
+
+
 @check("I19.stop", kind="inference", each="layout")
 def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
     """An answer ends with EOS (unless ``ignore_eos``) or a token of ``stop_token_ids``, and that token has a log-prob.
 
-    EOS is each id of the config's list, and ends an answer as each of ``stop_token_ids`` does.
+    EOS is each id of the config's list, and ends an answer as each of ``stop_token_ids`` does. Texts of
+    ``stop`` count in the response alone.
 
     Why: an answer without its EOS never teaches the policy to stop, and an answer that runs on is
     rewarded for unread tokens (I19). An answer that ends as its tokens run out is finished, and not cut off.
     Look at: servers that drop the stop token or its log-prob from their response; the EOS of the config, which is
-    a list in many models; lists of which only the first id is taken, or that replace earlier ids.
+    a list in many models; lists of which only the first id is taken, or that replace earlier ids; where the
+    response begins in the text that is searched for ``stop``, also with prompts of several lengths.
     """
     base = subject.model()
     path = find_path(subject.expected.oracle(base), base.vocab_size, base.seed)
     eos, late = path.stops
     unused = next(token for token in range(base.vocab_size) if token not in path.ids)
     model = replace(base, eos=(unused, eos))
-    engine = subject.serve(model)
+    table: list[tuple[str, dict[str, Any], int]] = [
+        ("EOS on the way", {}, 0),
+        ("EOS on the way", {"ignore_eos": True}, 0),
+        ("", {"stop_token_ids": path.ids[:1]}, 0),
+        ("", {"stop_token_ids": (late,), "ignore_eos": True}, 0),
+        ("EOS before it", {"stop_token_ids": (late,)}, 0),
+        ("", {"stop_token_ids": (unused, late), "ignore_eos": True}, 0),
+        ("EOS as the last token", {"max_new_tokens": path.ids.index(eos) + 1}, 0),
+        ("", {"stop_token_ids": path.ids[:1], "max_new_tokens": 1}, 0),
+        ("", {"max_new_tokens": 1}, 0),
+    ]
+    if subject.spec.supports(Capability.STOP_STRINGS):
+        write_texts(subject.expected.models.directory(model), model.vocab_size)
+        table.append(("EOS on the way", {"stop": ("never",)}, 0))
+        table.append(("", {"stop": ("never",), "stop_token_ids": (late,), "ignore_eos": True}, 0))
+        # After 0 and 2 tokens of the path, a text begins in the prompt and ends in the first new token.
+        changes = {"stop": (f"><{path.ids[0]}>", f"><{path.ids[2]}>"), "max_new_tokens": STEPS - 2}
+        table += [(f"a prompt of {3 + n} tokens", {**changes, "ignore_eos": True}, n) for n in range(3)]
     greedy = SamplingParams(max_new_tokens=STEPS, temperature=0.0)
-    first, until_eos, until_late = path.ids[:1], path.until({eos}), path.until({late})
-    table: tuple[tuple[str, dict[str, Any], tuple[int, ...], str], ...] = (
-        ("EOS on the way", {}, until_eos, "stop"),
-        ("EOS on the way", {"ignore_eos": True}, path.ids, "length"),
-        ("", {"stop_token_ids": first}, first, "stop"),
-        ("", {"stop_token_ids": (late,), "ignore_eos": True}, until_late, "stop"),
-        ("EOS before it", {"stop_token_ids": (late,)}, until_eos, "stop"),
-        ("", {"stop_token_ids": (unused, late), "ignore_eos": True}, until_late, "stop"),
-        ("EOS as the last token", {"max_new_tokens": len(until_eos)}, until_eos, "stop"),
-        ("", {"stop_token_ids": first, "max_new_tokens": 1}, first, "stop"),
-        ("", {"max_new_tokens": 1}, first, "length"),
-    )
-    samplings = [replace(greedy, **changes) for _, changes, _, _ in table]
-    responses = ask(engine, [LLMRequest(input_ids=path.prompt, sampling=sampling) for sampling in samplings])
-    for response, (note, changes, ids, reason) in zip(responses, table, strict=True):
+    requests = [
+        LLMRequest(input_ids=path.prompt + path.ids[:start], sampling=replace(greedy, **changes))
+        for _, changes, start in table
+    ]
+    responses = ask(subject.serve(model), requests)
+    for response, request, (note, changes, start) in zip(responses, requests, table, strict=True):
+        sampling, ids = request.sampling, path.ids[start:][: request.sampling.max_new_tokens]
+        end = end_of(ids, (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (eos,))), sampling.stop)
+        ids, reason = ids[:end], "stop" if end else "length"
         options = [name if value is True else f"{name} = {value}" for name, value in changes.items()]
         label = " and ".join(filter(None, [*options, note]))
         subject.require(

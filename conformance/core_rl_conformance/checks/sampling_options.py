@@ -11,9 +11,7 @@ from itertools import combinations, islice, product
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from core_rl.checkpoint.end_tokens import end_tokens
 from core_rl.config.capability import Capability
@@ -21,7 +19,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import UnsupportedCapability
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.checks.sampling import DRAWS, ONE, Prompts, verify_first_tokens
+from core_rl_conformance.checks.sampling import DRAWS, ONE, Prompts, end_of, verify_first_tokens, write_texts
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
 from core_rl_conformance.inputs.covering import PAIRS, Combination, covering_array, shrink
@@ -33,7 +31,7 @@ from core_rl_conformance.procedures.serving import (
     clear_of_cut,
     expected_of,
     left_by_cut,
-    raw_logits,
+    oracle_outputs,
 )
 from core_rl_oracle.tolerance import Tolerance
 
@@ -106,9 +104,8 @@ def _verify_order_of_cuts(subject: EngineUnderTest, prompts: Prompts) -> None:
         # The rows are the engine's own in a smaller dtype.
         margin = min(margin, OWN_MARGIN)
     most, label, prompt, sampling, left = 0.0, "", prompts.ids[0], ONE, prompts.rows[0]
-    for temperature, top_p, min_p in product(
-        (0.6, 1.0, 1.7, 2.0), (0.5, 0.6, 0.7, 0.8, 0.9), (0.1, 0.2, 0.3, 0.4)
-    ):
+    grid = product((0.6, 1.0, 1.7, 2.0), (0.5, 0.6, 0.7, 0.8, 0.9), (0.1, 0.2, 0.3, 0.4))
+    for temperature, top_p, min_p in grid:
         one = replace(ONE, temperature=temperature, top_p=top_p, min_p=min_p)
         rows = (prompts.rows / temperature).log_softmax(-1)
         right = left_by_cut(rows, one, 0.0).log_softmax(-1)
@@ -142,13 +139,15 @@ def _verify_array(subject: EngineUnderTest, strength: int) -> None:
     }
     base = subject.model()
     if len(declared["stop"]) > 1:
-        _tokenizer(base.vocab_size).save_pretrained(subject.expected.models.directory(base))
+        write_texts(subject.expected.models.directory(base), base.vocab_size)
     array = _Array(subject=subject, engine=subject.serve(base), prompts=Prompts.of(subject))
     effective = {name: [v for v in values if (name, v) not in MASKS] for name, values in declared.items()}
-    begin = covering_array(effective, subject.case.seed)
+    usual = {name: values[0] for name, values in declared.items()}
+    # Requests that differ in a single option share a batch, if any do.
+    near = [usual, *({**usual, name: values[-1]} for name, values in effective.items() if len(values) > 1)]
+    begin = covering_array(effective, subject.case.seed, begin=near)
     failure = array.failure(covering_array(declared, subject.case.seed, strength, begin))
     if failure is not None:
-        usual = {name: values[0] for name, values in declared.items()}
         smaller = shrink(failure[0], usual, lambda row: array.failure([row]) is not None)
         raise (array.failure([smaller]) or failure)[1]
 
@@ -179,9 +178,8 @@ class _Array:
             temperature = row.sampling.logprob_temperature
             if temperature not in tolerances:
                 alike = [a for r in answered for a in r.all if r.sampling.logprob_temperature == temperature]
-                tolerances[temperature] = expected_of(
-                    self.subject, self.subject.model(), alike[: 4 * REQUESTS], temperature
-                ).tolerance
+                expected = expected_of(self.subject, self.subject.model(), alike[: 4 * REQUESTS], temperature)
+                tolerances[temperature] = expected.tolerance
             try:
                 row.verify(self.subject, tolerances[temperature], has_seeds)
             except AssertionError as error:
@@ -208,11 +206,8 @@ class _Array:
         ids = [ids for ids, _ in self.prompts.undecided()][: REQUESTS // values["copies"]]
         seeds = {"none": [None], "one for each": range(REQUESTS), "one for all": [0]}[options["seed"]]
         requests = [
-            LLMRequest(
-                input_ids=ids[number % len(ids)],
-                sampling=replace(sampling, seed=seeds[number % len(seeds)]),
-            )
-            for number in range(REQUESTS)
+            LLMRequest(input_ids=ids[n % len(ids)], sampling=replace(sampling, seed=seeds[n % len(seeds)]))
+            for n in range(REQUESTS)
         ]
         return _Row(options=options, sampling=sampling, requests=requests)
 
@@ -266,7 +261,7 @@ class _Row:
         sampling, label = self.sampling, self.label
         for response in self.all:
             self._verify_end(subject, response)
-        logits = raw_logits(subject, subject.model(), self.all)
+        logits = oracle_outputs(subject, subject.model(), self.all, "logits")
         pairs = zip(self.all, logits, strict=True)
         full = [_changed_rows(rows, response.output_ids, sampling) for response, rows in pairs]
         margin = 2 * tolerance.limit
@@ -275,10 +270,7 @@ class _Row:
         self._verify_draws(subject, full, margin)
         # Equal seeds draw the same again.
         streams = {
-            (
-                request.input_ids,
-                number if request.sampling.seed is None else -request.sampling.seed - 1,
-            ): number
+            (request.input_ids, number if (seed := request.sampling.seed) is None else -seed - 1): number
             for number, request in enumerate([*self.requests, *self.requests[-AGAIN:]])
         }
         surprise = most_surprising_bet(
@@ -289,10 +281,8 @@ class _Row:
         subject.require(surprise.tail > FALSE_ALARMS, f"{label}: {surprise}")
         got = [torch.tensor(response.logprobs) for response in self.all]
         expected = self._at(full)
-        cut = "log-probs of what the cut has left"
-        explain = partial(
-            explain_tokens, got, expected, tolerance, lambda: iter([(cut, self._at(left))]), None
-        )
+        causes = [("log-probs of what the cut has left", self._at(left))]
+        explain = partial(explain_tokens, got, expected, tolerance, lambda: iter(causes), None)
         subject.verify(compare_tokens(f"log-probs {label}", got, expected, tolerance, explain=explain))
         chances = [float(row[at].sum()) for row, at in zip(self._at(left), clear, strict=True)]
         # Rounding may change draws.
@@ -310,15 +300,12 @@ class _Row:
             base = subject.model()
             ends |= set(end_tokens(base.config(), str(subject.expected.models.directory(base))))
         ids, most = response.output_ids, self.sampling.max_new_tokens
-        stop = self.sampling.stop
-        texts = ["".join(f"<{token}>" for token in ids[:end]) for end in range(1, len(ids) + 1)]
-        end = next(
-            (n for n, text in enumerate(texts, 1) if ids[n - 1] in ends or any(s in text for s in stop)), None
-        )
+        end = end_of(ids, ends, self.sampling.stop)
         subject.require(
             len(ids) == (end or most) and response.stop_reason == ("stop" if end else "length"),
             f"{self.label}, an answer of at most {most} tokens is {list(ids)}, and stop_reason = "
-            f"{response.stop_reason!r}; tokens that end it are {sorted(ends)}, and texts {list(stop)} of such as '<7>'",
+            f"{response.stop_reason!r}; tokens that end it are {sorted(ends)}, and texts (of such as '<7>') "
+            f"{list(self.sampling.stop)}",
         )
 
     def _verify_draws(self, subject: EngineUnderTest, full: Sequence[Tensor], margin: float) -> None:
@@ -368,15 +355,7 @@ def _changed(row: Tensor, before: Sequence[int], sampling: SamplingParams) -> Te
     row = row.clone()
     for token in sorted(set(before)):
         row[token] -= sampling.presence_penalty
-        factor = 1 / sampling.repetition_penalty if row[token] > 0 else sampling.repetition_penalty
-        row[token] *= factor
+        row[token] *= 1 / sampling.repetition_penalty if row[token] > 0 else sampling.repetition_penalty
     for token, bias in sampling.logit_bias:
         row[token] += bias
     return row
-
-
-def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Each token's text is its id in angle brackets."""
-    tokenizer = Tokenizer(models.WordLevel({f"<{n}>": n for n in range(vocab_size)}, unk_token="<0>"))  # noqa: S106
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -207,16 +207,11 @@ def distributions(
     subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse], temperature: float = 1.0
 ) -> list[Tensor]:
     """The oracle's log-probs of all tokens, float64 ``[n, V]``, where each of the ``n`` generated ones was drawn."""
-    rows = _evaluated(subject, weights, responses, "logits", temperature)
+    rows = oracle_outputs(subject, weights, responses, "logits", temperature)
     return [torch.log_softmax(part, -1) for part in rows]
 
 
-def raw_logits(subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse]) -> list[Tensor]:
-    """The oracle's logits, float64 ``[n, V]``, where each of the ``n`` generated tokens was drawn."""
-    return _evaluated(subject, weights, responses, "logits")
-
-
-def _evaluated(
+def oracle_outputs(
     subject: EngineUnderTest,
     weights: Judged,
     responses: Sequence[LLMResponse],
@@ -224,10 +219,11 @@ def _evaluated(
     temperature: float = 1.0,
     before: tuple[int, ...] = (),
 ) -> list[Tensor]:
-    """The oracle's output ``name`` at generated tokens, with the tokens ``before`` each prompt."""
-    sequences = sequences_of(responses, before).for_oracle()
-    rows = subject.expected.oracle(weights).evaluate(sequences, temperature)
-    return generated([row[name] for row in rows], responses)
+    """The oracle's output ``name`` at generated tokens, with ``before`` each prompt; equal answers only once."""
+    distinct = {(answer.input_ids, answer.output_ids): answer for answer in responses}
+    sequences = sequences_of(list(distinct.values()), before).for_oracle()
+    rows = dict(zip(distinct, subject.expected.oracle(weights).evaluate(sequences, temperature), strict=True))
+    return generated([rows[answer.input_ids, answer.output_ids][name] for answer in responses], responses)
 
 
 def left_by_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
@@ -435,7 +431,7 @@ def verify_version(
 def _known_mistakes(
     subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse], temperature: float
 ) -> Iterator[updates.Mistake]:
-    logprobs = partial(_evaluated, subject, weights, responses, "logprobs")
+    logprobs = partial(oracle_outputs, subject, weights, responses, "logprobs")
     config = subject.expected.oracle(weights).model.config.get_text_config()
     bos = config.bos_token_id
     if temperature != 1.0:

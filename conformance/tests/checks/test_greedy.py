@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core_rl_conformance.checks.sampling import STEPS, find_path
+from core_rl_conformance.checks.sampling import STEPS, end_of, find_path
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_oracle.oracle import Oracle, OracleSequence
 
@@ -21,5 +21,5 @@ def test_greedy_path_takes_most_likely_tokens(family: str, seed: int, tmp_path: 
     assert outputs["logits"][-STEPS:].argmax(-1).tolist() == list(path.ids)
     first, last = (path.ids.index(token) for token in path.stops)
     assert 0 < first < last
-    assert path.until({path.stops[0]}) == path.ids[: first + 1]
-    assert path.until({model.vocab_size}) == path.ids
+    assert end_of(path.ids, {path.stops[0]}, ()) == first + 1
+    assert end_of(path.ids, {model.vocab_size}, ()) is None

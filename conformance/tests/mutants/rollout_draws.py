@@ -11,7 +11,7 @@ from core_rl.backend.meta import FinetuneSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.reference import sampling
 from core_rl.reference.rollout import ReferenceRolloutBackend
-from core_rl.reference.sampling import Adjustment, Completion
+from core_rl.reference.sampling import Adjustment, Completion, StopAtText
 from mutants.rollouts import Entries, Rescored
 from mutants.zoo import Context, Mutant
 
@@ -118,9 +118,7 @@ class IgnoresStopTexts(Sampling):
         return replace(sampling, stop=())
 
 
-@Mutant(
-    "I8.sampling-pairs", "texts that are compared token by token (I19)", "with .*stop = a text across tokens"
-)
+@Mutant("I19.stop", "texts that are compared token by token (I19)", "with stop = .* a prompt of 3 tokens")
 class StopsAtWholeTokens(Sampling):
     """A stop text counts where one token has all of it."""
 
@@ -192,6 +190,29 @@ class IgnoresStopTokens(Sampling):
 
     def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
         return replace(sampling, stop_token_ids=())
+
+
+@Mutant("I19.stop", "stop texts looked for in the prompt (I19)", "with stop = .* a prompt of 3 tokens")
+class StopTextBeginsInThePrompt(ReferenceRolloutBackend):
+    """A stop text counts that begins in the last token of the prompt."""
+
+    def _before(self, ids: tuple[int, ...], shortest: int) -> tuple[int, ...]:
+        return ids[-1:]
+
+    def _complete(self, entries: Entries) -> None:
+        shortest, search = min(len(request.input_ids) for request, _ in entries), StopAtText.found_in
+        for request, future in entries:
+            before = self._before(request.input_ids, shortest)
+            with patch.object(StopAtText, "found_in", lambda at, ids, b=before: search(at, [*b, *ids])):
+                super()._complete([(request, future)])
+
+
+@Mutant("I19.stop", "one length of prompts for a batch (I19)", "with stop = .* a prompt of 5 tokens")
+class StopTextsAfterTheShortestPrompt(StopTextBeginsInThePrompt):
+    """All that follows the length of a batch's shortest prompt counts as response."""
+
+    def _before(self, ids: tuple[int, ...], shortest: int) -> tuple[int, ...]:
+        return ids[shortest:]
 
 
 @Mutant(

@@ -261,21 +261,18 @@ class SeedsTurnCutsOff(ReferenceRolloutBackend):
             super()._complete(plain)
 
 
-@Mutant(CHECK, "options of the first request for its batch (I8)", "with |next to")
-class BiasOfTheFirst(ReferenceRolloutBackend):
-    """Requests that differ only in their bias share a batch, and the bias of its first."""
-
-    _bias: tuple[tuple[int, float], ...] | None = None
+@Mutant(CHECK, "vllm #14301: one cut for a mixed batch", "with .*: .* came")
+class SmallestTopPOfABatch(ReferenceRolloutBackend):
+    """Requests that differ only in their top-p share a batch, and the smallest of them."""
 
     def _drain(self) -> None:
-        self._bias = None
+        entries = list(self._queue)
+        keys = [replace(request.sampling, top_p=1.0, seed=None) for request, _ in entries]
+        for number, (request, future) in enumerate(entries):
+            alike = [r for (r, _), key in zip(entries, keys, strict=True) if key == keys[number]]
+            sampling = replace(request.sampling, top_p=min(r.sampling.top_p for r in alike))
+            self._queue[number] = (replace(request, sampling=sampling), future)
         super()._drain()
-
-    def _complete(self, entries: Entries) -> None:
-        bias = self._bias = self._bias or entries[0][0].sampling.logit_bias
-        super()._complete(
-            [(replace(r, sampling=replace(r.sampling, logit_bias=bias)), f) for r, f in entries]
-        )
 
 
 @Mutant(CHECK, "top_k = 1 that counts as greedy (SGLang)", "with temperature = .*top_k = 1")
@@ -284,21 +281,19 @@ class TopOneIsGreedy(ReferenceRolloutBackend):
 
     def _complete(self, entries: Entries) -> None:
         if entries[0][0].sampling.top_k == 1:
-            entries = [
-                (replace(r, sampling=_changed(r.sampling, {"temperature": 0.0})), f) for r, f in entries
-            ]
+            entries = [(replace(r, sampling=replace(r.sampling, temperature=0.0)), f) for r, f in entries]
         super()._complete(entries)
 
 
-@Mutant(CHECK, "the end tokens of a request are those of its first stop option (I19)", "tokens that end it")
+@Mutant(
+    "I19.stop", "end tokens of the first stop option (I19)", r"with stop = \('never',\) and stop_token_ids"
+)
 class StopTextsReplaceStopTokens(ReferenceRolloutBackend):
     """A request with ``stop`` does not end with ``stop_token_ids``."""
 
     def _complete(self, entries: Entries) -> None:
         if entries[0][0].sampling.stop:
-            entries = [
-                (replace(r, sampling=_changed(r.sampling, {"stop_token_ids": ()})), f) for r, f in entries
-            ]
+            entries = [(replace(r, sampling=replace(r.sampling, stop_token_ids=())), f) for r, f in entries]
         super()._complete(entries)
 
 
