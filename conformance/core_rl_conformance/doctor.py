@@ -103,7 +103,7 @@ class Diagnosis(Record):
     cut: str
     """Layers, experts and words that were left out."""
     scripts: Mapping[str, str] = {}
-    """Of an engine, the file of a script without core-rl that shows its first difference."""
+    """Files by engine: scripts without core-rl that show first differences."""
 
     @property
     def text(self) -> str:
@@ -199,7 +199,7 @@ def _results(options: Sequence[str], file: Path) -> tuple[CaseRecord, ...]:
 def write_scripts(
     findings: Sequence[Finding], results: Sequence[CaseRecord], directory: Path
 ) -> dict[str, str]:
-    """Of each engine the file of the first reproduction in ``directory`` that runs, and shows a difference."""
+    """The first reproduction of each engine that runs, and shows a difference: its file in ``directory``."""
     texts = {(_label(case), case.check): case.reproduction for case in results if case.reproduction}
     files: dict[str, str] = {}
     for finding in findings:

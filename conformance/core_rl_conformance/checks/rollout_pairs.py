@@ -176,7 +176,7 @@ def standstill_checks(steps: int) -> list[Check]:
 
     @check("I12.standstill", each="layout", any_model=True)
     def weights_stay(subject: EngineUnderTest) -> None:
-        """At learning rate 0 no step moves a weight, by a single bit.
+        """No step at learning rate 0 moves a weight by a single bit.
 
         Why: decay or moments that do not heed the rate, or weights that come back from another dtype, change a policy
         between two steps that should be equal.
@@ -197,7 +197,7 @@ def standstill_checks(steps: int) -> list[Check]:
         any_model=True,
     )
     def served_weights_stay(subject: EngineUnderTest) -> None:
-        """At learning rate 0, the weight syncs between steps do not move what the inference engine serves.
+        """Weight syncs between steps at learning rate 0 do not move what the inference engine serves.
 
         Why: a sync that rounds, scales or merges again adds an error each time.
         Look at: the sync after which log-probs leave the first model; if I12.standstill passes, what the receiver

@@ -37,7 +37,7 @@ class Judgement(NamedTuple):
     expected: Tensor
     """The oracle's, float64."""
     plain: Mapping[DType, Sequence[Tensor]]
-    """Those of the plain model in each dtype, computed in several equivalent ways."""
+    """The plain model's in each dtype, computed in several equivalent ways."""
 
 
 class JudgedEngine(NamedTuple):
@@ -61,7 +61,7 @@ class RunDoctor:
     """A directory for the present weights; it is there only meanwhile."""
     timeout_s: float
     _version: int | None = field(default=None, init=False)
-    """Of the weights in ``model``, until the rollout engine is judged with them."""
+    """The version of the weights in ``model``, until the rollout engine is judged with them."""
     _since: float = field(default_factory=time.perf_counter, init=False)
 
     def judge(
