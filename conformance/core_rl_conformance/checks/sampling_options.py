@@ -31,9 +31,9 @@ from core_rl_conformance.procedures.serving import (
     as_response,
     ask,
     clear_of_cut,
+    evaluated,
     expected_of,
     left_by_cut,
-    raw_logits,
 )
 from core_rl_oracle.tolerance import Tolerance
 
@@ -266,7 +266,7 @@ class _Row:
         sampling, label = self.sampling, self.label
         for response in self.all:
             self._verify_end(subject, response)
-        logits = raw_logits(subject, subject.model(), self.all)
+        logits = evaluated(subject, subject.model(), self.all, "logits")
         pairs = zip(self.all, logits, strict=True)
         full = [_changed_rows(rows, response.output_ids, sampling) for response, rows in pairs]
         margin = 2 * tolerance.limit
