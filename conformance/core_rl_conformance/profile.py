@@ -235,12 +235,9 @@ class Profile:
                 yield f"layout {place} needs {missing}, undeclared by the engine; declare it or drop the layout"
 
     def _undeclared(self, spec: EngineSpec) -> Iterator[str]:
-        for family in sorted(set(self.families) & set(MIXTURES)):
-            if not spec.supports(Capability.MOE):
-                yield f"model {family!r} needs the capability 'moe', which the engine does not declare"
-        for family in sorted(set(self.families) & set(VISION)):
-            if not spec.supports(Capability.VISION):
-                yield f"model {family!r} needs the capability 'vision', which the engine does not declare"
+        for capability, families in ((Capability.MOE, MIXTURES), (Capability.VISION, VISION)):
+            for family in sorted(set(self.families) & set(families)) * (not spec.supports(capability)):
+                yield f"model {family!r} needs the capability {capability.value!r}, which the engine does not declare"
         if "bfloat16" in self.dtypes and not spec.supports(Capability.BFLOAT16):
             yield "dtype bfloat16 needs the capability 'bfloat16', which the engine does not declare"
 

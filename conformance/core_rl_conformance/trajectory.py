@@ -6,7 +6,7 @@ slowly from step to step. With a small one, noise in tiny gradients decides wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -76,6 +76,11 @@ class ExpectedTraining:
     losses: list[Tolerance]
     norms: list[Tolerance]
     weights: dict[str, Tolerance]
+
+    def of_step(self, step: int) -> Iterator[tuple[str, str, float, Tolerance]]:
+        """Loss and norm of a step: what each is called, its name in reports, the value, and the tolerance."""
+        yield "loss", "loss", self.truth.losses[step], self.losses[step]
+        yield "norm", "grad_norm", self.truth.norms[step], self.norms[step]
 
 
 def expected_training(

@@ -19,18 +19,6 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FACTOR",
-    "FLOOR_ULPS",
-    "Tolerance",
-    "largest_difference",
-    "mean_square",
-    "scalar_tolerance",
-    "signed_mean",
-    "tolerance",
-    "tolerances",
-]
-
 FACTOR = 4.0
 """An engine may be this much worse than the worst variant of the plain model."""
 FLOOR_ULPS = 4.0

@@ -23,11 +23,10 @@ from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures import moving
-from core_rl_conformance.procedures.adapters import adapter_of, base_of, load, low_rank_of, outputs_of, start
+from core_rl_conformance.procedures.adapters import adapter_of, base_of, low_rank_of, outputs_of, start
 from core_rl_conformance.procedures.outputs import verify_outputs
 from core_rl_conformance.procedures.streaming import caught, tensors_of
 from core_rl_conformance.procedures.training import optimizer_config
-from core_rl_conformance.profile import Setting
 from core_rl_oracle.tolerance import tolerances
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -48,8 +47,7 @@ def exports_are_merged(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     adapter = TinyAdapter(model=model)
-    group = start(subject, adapter, optimizer={"lr": 3e-3})
-    load(subject, group, adapter)
+    group = start(subject, adapter, optimizer={"lr": 3e-3}, given="adapter")
     group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
     path = subject.directory("export")
     group.save(moving.meta(path, "hf"))
@@ -68,8 +66,7 @@ def exports_are_merged(subject: EngineUnderTest) -> None:
         sent = {name: value for name, value in mismatch.items() if name in params}
         subject.verify_same("parameters of a sync by tensor", sent, params)
     adapter = TinyAdapter(model=model, rslora=True, some=True, seed=1)
-    group = start(subject, adapter)
-    load(subject, group, adapter, "rank-stabilised")
+    group = start(subject, adapter, given="rank-stabilised")
     _verify_merged(subject, group, adapter)
 
 
@@ -107,8 +104,7 @@ def an_adapter_is_saved_alone(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     adapter = TinyAdapter(model=model, rslora=True)
-    group = start(subject, adapter, optimizer={"lr": 3e-3})
-    load(subject, group, adapter)
+    group = start(subject, adapter, optimizer={"lr": 3e-3}, given="adapter")
     group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
     path = subject.directory("saved")
     group.save(moving.meta(path, "adapter"))
@@ -156,9 +152,7 @@ def training_of_an_adapter_resumes(subject: EngineUnderTest) -> None:
 
     def start_with(model: TinyModel) -> EngineGroup:
         of_model = replace(adapter, model=model)
-        group = _start(subject, of_model)
-        load(subject, group, of_model, f"adapter-{next(numbers)}")
-        return group
+        return _start(subject, of_model, f"adapter-{next(numbers)}")
 
     forms, dropout = moving.formats(subject), subject.spec.supports(Capability.DROPOUT)
     saved = moving.verify_resume(subject, start_with, adapter.model, forms, [2], dropout=dropout)
@@ -191,8 +185,7 @@ def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
     adapter = TinyAdapter(model=subject.model())
     setting = subject.case.other_setting
     assert setting is not None  # the check asks for a profile with two
-    group = _start(subject, adapter)
-    load(subject, group, adapter)
+    group = _start(subject, adapter, "adapter")
     moving.train(group, subject, [0, 1])
     for form in MOVED:
         group.save(moving.meta(subject.directory(form), form))
@@ -206,10 +199,10 @@ def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
         verify_outputs(subject, group, adapter, label)
 
 
-def _start(subject: EngineUnderTest, adapter: TinyAdapter, layout: Setting | None = None) -> EngineGroup:
+def _start(subject: EngineUnderTest, adapter: TinyAdapter, given: str) -> EngineGroup:
     optimizer = optimizer_config(moving.OPTIMIZER, moving.SCHEDULE)
     fields = {"dropout": 0.1} if subject.spec.supports(Capability.DROPOUT) else {}
-    return start(subject, adapter, optimizer=optimizer, layout=layout, fields=fields)
+    return start(subject, adapter, optimizer=optimizer, fields=fields, given=given)
 
 
 @check("contract.adapter", requires={Capability.LORA}, each="layout")

@@ -82,16 +82,12 @@ def _verify_drawn(
     before: Judged | None = None,
 ) -> None:
     """Verify that each token has the log-prob of the adapter in ``sides`` whose version it carries."""
-    expected = {version: serving.expected_of(subject, side, responses) for version, side in sides.items()}
+    logprobs = partial(serving.oracle_outputs, subject, responses=responses, name="logprobs")
     guesses = {
-        "log-probs of the base, without the adapter": lambda: (
-            serving.expected_of(subject, model, responses).values
-        ),
-        "log-probs of the adapter before": lambda: (
-            serving.expected_of(subject, before or model, responses).values
-        ),
+        "log-probs of the base, without the adapter": partial(logprobs, model),
+        "log-probs of the adapter before": partial(logprobs, before or model),
     }
-    serving.verify_by_version(subject, f"log-probs of tokens drawn {label}", responses, expected, guesses)
+    serving.verify_by_version(subject, f"log-probs of tokens drawn {label}", responses, sides, guesses)
 
 
 @check(

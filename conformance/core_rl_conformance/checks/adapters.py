@@ -15,7 +15,6 @@ from core_rl_conformance.inputs.tiny_models import DEEP
 from core_rl_conformance.procedures.adapters import (
     adapter_of,
     base_of,
-    load,
     outputs_of,
     start,
     verify_trained,
@@ -37,8 +36,7 @@ def adapted_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data()
     for adapter in (TinyAdapter(model=model), TinyAdapter(model=model, rslora=True, some=True, seed=1)):
-        group = start(subject, adapter)
-        load(subject, group, adapter, f"adapter-{adapter.seed}")
+        group = start(subject, adapter, given=f"adapter-{adapter.seed}")
         verify_forward(
             subject,
             group,
@@ -61,8 +59,7 @@ def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
     Look at: the scale, parameters with ``requires_grad``, and recomputation below a frozen embedding.
     """
     adapter, data = TinyAdapter(model=subject.model()), subject.data()
-    group = start(subject, adapter)
-    load(subject, group, adapter)
+    group = start(subject, adapter, given="adapter")
     for cut in (ONE_PASS, BUDGET):
         loss = group.forward_backward(data.batch(), LOSS.spec(), cut)["loss"]
         expected, label = subject.gradients(adapter, data, LOSS), f"with an adapter and {cut}"
@@ -114,8 +111,7 @@ def a_head_is_saved_with_its_adapter(subject: EngineUnderTest) -> None:
     tensors that a load fills on every rank.
     """
     adapter, data = TinyAdapter(model=subject.model(head="value")), subject.data()
-    group = start(subject, adapter, optimizer={"lr": 3e-3})
-    load(subject, group, adapter)
+    group = start(subject, adapter, optimizer={"lr": 3e-3}, given="adapter")
     fresh = group.named_tensors("master")["score.weight"]
     group.train_batch(data.batch(), ValueLoss().spec(), ONE_PASS)
     tensors, values = group.named_tensors("adapter"), outputs_of(group, data, ("values",))

@@ -20,7 +20,7 @@ from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import DEEP, FILE_SIZE, TinyModel, save_as
-from core_rl_conformance.procedures.adapters import load, start
+from core_rl_conformance.procedures.adapters import start
 from core_rl_conformance.procedures.moving import load_weights, weights_of
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
@@ -148,8 +148,7 @@ def gradients_are_added_up_in_float32(subject: EngineUnderTest) -> None:
     if subject.spec.supports(Capability.LORA):
         critic = subject.spec.supports(Capability.VALUE_HEAD)
         adapter = TinyAdapter(model=subject.model(head="value" if critic else "lm"))
-        group = start(subject, adapter)
-        load(subject, group, adapter)
+        group = start(subject, adapter, given="adapter")
         loss = ValueLoss() if critic else TokenMeanLoss()
         _verify_sums(subject, group, f"of an adapter {'and a head ' * critic}", loss)
 

@@ -22,7 +22,7 @@ from core_rl_conformance.inputs.data import Ragged, ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import DropoutPlace, TinyModel, dropout_fields
-from core_rl_conformance.procedures.adapters import adapter_of, load, start, written
+from core_rl_conformance.procedures.adapters import adapter_of, start, written
 from core_rl_conformance.procedures.masks import CUT, RATE, PairMasks, verify_draws, verify_rate_and_ranks
 from core_rl_conformance.profile import DENSE
 
@@ -167,8 +167,7 @@ def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
     adapter = TinyAdapter(model=subject.model())
     passes: list[Mapping[str, Tensor]] = []
     for rank in range(subject.layout.dp):
-        group = start(subject, adapter, fields={"dropout": RATE})
-        load(subject, group, adapter, f"adapter-{rank}")
+        group = start(subject, adapter, fields={"dropout": RATE}, given=f"adapter-{rank}")
         passes.append(
             {
                 f"{layer} in a sequence of {length}": keep_mask

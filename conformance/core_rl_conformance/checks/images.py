@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -76,18 +77,14 @@ def text_gives_towers_no_gradient(subject: EngineUnderTest) -> None:
     subject.verify_backward("of one sequence with images", group, model, few, TOKEN_MEAN)
     text = ragged(model.vocab_size, subject.case.seed, LENGTHS)
     group.forward_backward(text.batch(), TOKEN_MEAN.spec(), ONE_PASS)
-    tower = {name: grad for name, grad in group.named_tensors("grads").items() if _in_tower(name)}
+    tower = {name: grad for name, grad in group.named_tensors("grads").items() if _has_any(TOWERS, name)}
     subject.require(bool(tower), "named_tensors('grads') has no gradient of the tower")
     nonzero = sorted(name for name, grad in tower.items() if bool(grad.any()))
     subject.require(not nonzero, f"a batch without images gives {nonzero[:5]} gradients that are not 0")
 
 
-def _in_tower(name: str) -> bool:
-    return any(part in name for part in TOWERS)
-
-
-def _in_merger(name: str) -> bool:
-    return any(part in name for part in MERGERS)
+def _has_any(parts: Sequence[str], name: str) -> bool:
+    return any(part in name for part in parts)
 
 
 @check("I20.frozen-tower", requires={Capability.FROZEN_PARAMETERS}, families=VISION, each="layout")
@@ -100,7 +97,7 @@ def frozen_towers_stay(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data(LENGTHS)
     parameters = subject.expected.oracle(model).parameters()
-    frozen = [name for name in parameters if _in_tower(name) and not _in_merger(name)]
+    frozen = [name for name in parameters if _has_any(TOWERS, name) and not _has_any(MERGERS, name)]
     group = subject.start(model, frozen=frozen, optimizer={"weight_decay": 0.1})
     before = group.named_tensors("master")
     expected = subject.gradients(model, data, TOKEN_MEAN)
@@ -116,7 +113,7 @@ def frozen_towers_stay(subject: EngineUnderTest) -> None:
     subject.verify_same(
         "the frozen tower", {name: after[name] for name in frozen}, {name: before[name] for name in frozen}
     )
-    moved = [name for name in parameters if _in_merger(name)]
+    moved = [name for name in parameters if _has_any(MERGERS, name)]
     still = [name for name in moved if torch.equal(after[name], before[name])]
     subject.require(bool(moved) and not still, f"the merger is trained, and {still[:5]} did not move")
 

@@ -231,16 +231,11 @@ def two_engines_train_alike(subject: EngineUnderTest) -> None:
 
 def _pair_steps(ours: Trained, partner: Trained, expected: ExpectedTraining) -> Iterator[PairFinding]:
     """Losses and norms in the order of the steps, and then the weights."""
-    truth = expected.truth
     for step, (left, right) in enumerate(zip(ours.reports, partner.reports, strict=True)):
-        for label, name, values, allowed in (
-            ("the loss", "loss", truth.losses, expected.losses),
-            ("the norm", "grad_norm", truth.norms, expected.norms),
-        ):
-            pair = left[name], right[name]
-            yield pair_scalars(f"{label} of step {step}", *pair, values[step], allowed[step])
+        for label, name, value, allowed in expected.of_step(step):
+            yield pair_scalars(f"the {label} of step {step}", left[name], right[name], value, allowed)
     label = f"weights after {len(ours.reports)} steps"
-    yield pair_named(label, ours.weights, partner.weights, truth.weights, expected.weights)
+    yield pair_named(label, ours.weights, partner.weights, expected.truth.weights, expected.weights)
 
 
 @check(

@@ -11,7 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -215,7 +215,9 @@ def grown(
         "forward()": lambda: engine.forward(next(batches), ONE_PASS),
     }
     growths = {}
-    with _earlier_objects_ignored():
+    with ExitStack() as stack:
+        gc.freeze()  # leaves the many objects of imported modules out of each look at what lives
+        stack.callback(gc.unfreeze)
         for call in calls.values():
             for _ in range(WARM_UP):
                 call()
@@ -236,16 +238,6 @@ def _endless(batch: SequenceBatch) -> Iterator[SequenceBatch]:
     """Batches of the size of ``batch``, each of other tokens: something may be kept for each different one."""
     for number in count():
         yield replace(batch, input_ids=(batch.input_ids + number) % IDS)
-
-
-@contextmanager
-def _earlier_objects_ignored() -> Iterator[None]:
-    """Leave the many objects of imported modules out of each look at what lives."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _live(device: torch.device) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
 from core_rl_conformance.findings import reproduced, reproduced_tokens, scalar_finding
 from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_tokens
-from core_rl_conformance.inputs.data import Ragged, Row
+from core_rl_conformance.inputs.data import Ragged, Row, drawn_row
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 
 LONGEST = 40
@@ -45,12 +45,7 @@ class DrawnRow:
             "none": (False,) * self.length,
             "some": tuple(rng.random() < 0.5 for _ in range(self.length)),
         }
-        return Row(
-            ids=tuple(tokens.randrange(vocab_size) for _ in range(self.length)),
-            mask=mask[self.trained],
-            advantages=tuple(rng.randrange(-128, 129) / 64 for _ in range(self.length)),
-            target=rng.randrange(-128, 129) / 64,
-        )
+        return drawn_row(rng, [tokens.randrange(vocab_size) for _ in range(self.length)], mask[self.trained])
 
 
 @dataclass(frozen=True)

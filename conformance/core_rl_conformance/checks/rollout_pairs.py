@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -79,10 +80,8 @@ def rollout_and_train_logprobs_agree(subject: EngineUnderTest) -> None:
     for temperature in (1.0, 0.7):
         sampling = SamplingParams(max_new_tokens=8, temperature=temperature, ignore_eos=True)
         responses = serving.ask(engine, serving.requests_for(subject.data(), sampling))
-        sequences, expected = (
-            serving.sequences_of(responses),
-            serving.expected_of(subject, truth, responses, temperature),
-        )
+        sequences = serving.sequences_of(responses)
+        expected = serving.expected_of(subject, truth, responses, temperature)
         output = group.forward(sequences.batch(), BUDGET, ("logprobs",), temperature)
         trained = [
             row[len(response.input_ids) :]
@@ -158,13 +157,14 @@ def _verify_arrived(
     path: Path,
     before: Snapshot,
 ) -> None:
+    logprobs = partial(serving.oracle_outputs, subject, responses=responses, name="logprobs")
     guesses = {
         # First: files of the weights before the sync fit both.
         "log-probs of the files in the sync directory: the sender wrote other weights than it has": (
-            lambda: serving.expected_of(subject, Snapshot(path), responses).values
+            partial(logprobs, Snapshot(path))
         ),
         "log-probs of the weights before the sync: the receiver did not take the new ones": (
-            lambda: serving.expected_of(subject, before, responses).values
+            partial(logprobs, before)
         ),
     }
     label = f"log-probs of tokens generated after sync {version}"
@@ -271,6 +271,7 @@ def _given(side: EngineUnderTest, data: Ragged, temperature: float) -> dict[str,
     top = engine.top_logprobs(batch, TOP, temperature)
     every = engine.top_logprobs(batch, model.vocab_size, temperature)
     ordered = torch.zeros_like(every.logprobs).scatter(1, every.ids, every.logprobs)
+
     return {
         SCORES: list(engine.score(batch, temperature).split(data.lengths)),
         BEST: [row[1:] for row in top.logprobs.split(data.lengths)],

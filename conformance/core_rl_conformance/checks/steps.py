@@ -157,14 +157,10 @@ def training_follows_the_oracle(subject: EngineUnderTest) -> None:
     training = training_of(subject)
     expected = expected_training(subject, training)
     trained = train_end_to_end(subject, training)
-    truth = expected.truth
     for step, report in enumerate(trained.reports):
-        for name, actual, value, allowed in (
-            ("loss", report["loss"], truth.losses[step], expected.losses[step]),
-            ("norm", report["grad_norm"], truth.norms[step], expected.norms[step]),
-        ):
-            subject.verify_scalar(f"the {name} of step {step}", actual, value, allowed)
+        for name, key, value, allowed in expected.of_step(step):
+            subject.verify_scalar(f"the {name} of step {step}", report[key], value, allowed)
     verify_rates(subject, training, trained)
     start = subject.expected.oracle(subject.model()).parameters()
     label = f"weights after {len(trained.reports)} steps without an export"
-    subject.verify_named(label, trained.weights, truth.weights, expected.weights, since=start)
+    subject.verify_named(label, trained.weights, expected.truth.weights, expected.weights, since=start)

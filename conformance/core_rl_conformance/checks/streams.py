@@ -116,12 +116,9 @@ def _verify_receiving(subject: EngineUnderTest, method: SyncMethod) -> None:
         tensors = tensors_of(subject.expected.models.directory(new))
         update = partial(sent, engine, sync_meta(subject, method, version, bucket_bytes, verify), tensors)
         responses = asyncio.run(serving.meanwhile(engine, long, update))
-        sides = {
-            before: serving.expected_of(subject, old, responses),
-            version: serving.expected_of(subject, new, responses),
-        }
+
         label = f"log-probs by the weights whose version tokens carry, around the update to version {version}"
-        serving.verify_by_version(subject, label, responses, sides)
+        serving.verify_by_version(subject, label, responses, {before: old, version: new})
         serving.verify_version(subject, engine, version, "after the update")
         label = f"after the update to version {version} in buckets of {bucket_bytes} bytes"
         serving.verify_served(subject, label, serving.ask(engine, requests), new, old, version)

@@ -59,7 +59,7 @@ def _verify_run(
     expected = subject.expected.training(
         model_of(subject, loss), training, subject.dtype, subject.case.device
     )
-    truth, cuts = expected.truth, cuts_of(subject, loss)
+    cuts = cuts_of(subject, loss)
     start = partial(build, subject, loss, optimizer=training.config, schedule=training.schedule)
     trainer = start()
     for step, rate in enumerate(training.rates):
@@ -74,12 +74,9 @@ def _verify_run(
             f"the learning rate of step {step} is {reported:.9g}; expected {rate:.9g}",
         )
         metrics = train(subject, trainer, training.data[step], cuts[step % len(cuts)])
-        for name, key, values, allowed in (
-            ("loss", "loss", truth.losses, expected.losses),
-            ("norm", "grad_norm", truth.norms, expected.norms),
-        ):
-            subject.verify_scalar(f"the {name} of step {step}", metrics[key], values[step], allowed[step])
-    subject.verify_named(label, trainer.weights(), truth.weights, expected.weights)
+        for name, key, value, allowed in expected.of_step(step):
+            subject.verify_scalar(f"the {name} of step {step}", metrics[key], value, allowed)
+    subject.verify_named(label, trainer.weights(), expected.truth.weights, expected.weights)
 
 
 @check("T6.clipping", kind="trainer", each="layout")

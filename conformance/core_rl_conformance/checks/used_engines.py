@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -11,10 +12,8 @@ from torch import Tensor
 from core_rl.backend.meta import CheckpointFormat, WeightUpdateMeta
 from core_rl.backend.tensors import TensorDict
 from core_rl.config.capability import Capability
-from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engine.train import TrainEngine
 from core_rl.errors import CoreRLError, EngineStateError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
@@ -185,7 +184,7 @@ def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
     reports, states, configs = [], [], []
     for model in models:
         group = moving.start(subject, model)
-        configs.append(group.run(_config_of)[0])
+        configs.append(group.run(attrgetter("config"))[0])
         reports.append(moving.train(group, subject, [*COLOCATED_STEPS, 2]))
         states.append(moving.state(group))
     host = moving.start(subject, models[0])
@@ -201,10 +200,6 @@ def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
     _verify_step(subject, host, 2, reports[0][2], "first")
     host.onload()
     moving.verify_state(subject, "of the first engine, which went on after the second", host, states[0])
-
-
-def _config_of(engine: TrainEngine) -> TrainEngineConfig:
-    return engine.config
 
 
 def _verify_step(

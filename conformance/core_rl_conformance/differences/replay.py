@@ -113,9 +113,8 @@ def measure_trainer(
 
 def _precision(reading: Reading, rollouts: Rollouts, gradients: Gradient) -> str:
     """The precision of products, by the gradient of one sequence: in a sum over several its digits are lost."""
-    first, *rest = with_log_ratios(rollouts, reading.basis.logprobs, repeat(0.0)).rows
-    idle = [replace(row, mask=(False,) * len(row.mask)) for row in rest]
-    grads = gradients(Rollouts((first, *idle)))
+    on_policy = with_log_ratios(rollouts, reading.basis.logprobs, repeat(0.0))
+    grads = gradients(on_policy.untrained(range(1, len(on_policy.rows))))
     return precision_of({name: grads[name] for name in reading.basis.names})
 
 

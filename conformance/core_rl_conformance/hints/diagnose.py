@@ -225,26 +225,24 @@ def compare_scalar(
 
 def compare_mean_square(label: str, error: float, tolerance: Tolerance) -> Finding:
     """Report errors that pass one by one and are too large on the whole."""
-    problem = None
-    if not tolerance.allows(error):
-        problem = (
-            f"the root mean square error of {label} is {error:.3e}; allowed {tolerance}: "
-            "no single value is far off, and all of them together are"
-        )
     name = f"root mean square error of {label}"
-    return Finding(what=name, error=error, limit=tolerance.limit, problem=problem, names_cause=True)
+    reason = "no single value is far off, and all of them together are"
+    problem = f"the {name} is {error:.3e}; allowed {tolerance}: {reason}"
+    return _on_the_whole(name, error, tolerance.limit, problem)
 
 
 def compare_signed_mean(label: str, mean: float, limit: float) -> Finding:
     """Report a mean error that points one way."""
-    problem = None
-    if not abs(mean) <= limit:
-        problem = (
-            f"the mean error of {label} is {mean:+.3e}, and chance explains {limit:.3e}: "
-            "small, but always in one direction"
-        )
     name = f"mean error of {label}"
-    return Finding(what=name, error=abs(mean), limit=limit, problem=problem, names_cause=True)
+    problem = (
+        f"the {name} is {mean:+.3e}, and chance explains {limit:.3e}: small, but always in one direction"
+    )
+    return _on_the_whole(name, abs(mean), limit, problem)
+
+
+def _on_the_whole(name: str, error: float, limit: float, problem: str) -> Finding:
+    wrong = None if error <= limit else problem
+    return Finding(what=name, error=error, limit=limit, problem=wrong, names_cause=True)
 
 
 Mistakes = Callable[[], Iterator[tuple[str, Gradients]]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core_rl_conformance.hints.diagnose import Finding, compare_named
-from core_rl_oracle.oracle import AdamW, OptimizerState, Schedule, grad_norm
+from core_rl_oracle.oracle import AdamW, OptimizerState, Schedule, ScheduleFromZero, grad_norm
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 Grads = Mapping[str, Tensor]
@@ -205,12 +205,6 @@ def _late_warmup(schedule: Schedule, step: int) -> float:
     return step / (schedule.warmup_steps + 1) if warm else schedule.factor(step)
 
 
-def _from_zero(schedule: Schedule, step: int) -> float:
-    """As in transformers' ``get_linear_schedule_with_warmup``."""
-    warm = step < schedule.warmup_steps
-    return step / schedule.warmup_steps if warm else schedule.factor(step)
-
-
 def _zero_behind_the_end(schedule: Schedule, step: int) -> float:
     ended = schedule.total_steps is not None and step > schedule.total_steps
     return 0.0 if ended else schedule.factor(step)
@@ -223,7 +217,9 @@ def _of_type(schedule: Schedule, step: int) -> float:
 
 RATES: Mapping[str, Factor] = {
     "the warm-up is late by one step, and begins with 0": _late_warmup,
-    "the warm-up begins with 0, and rises by step / warmup_steps": _from_zero,
+    "the warm-up begins with 0, and rises by step / warmup_steps": lambda schedule, step: ScheduleFromZero(
+        **vars(schedule)
+    ).factor(step),
     "there is no warm-up": lambda schedule, step: replace(schedule, warmup_steps=0).factor(step),
     "each step has the rate of the step before": lambda schedule, step: schedule.factor(max(0, step - 1)),
     "each step has the rate of the step after": lambda schedule, step: schedule.factor(step + 1),

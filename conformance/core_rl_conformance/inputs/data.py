@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -228,13 +228,14 @@ def _row(rng: random.Random, vocab_size: int, length: int) -> Row:
     for place in (length // 2, length - 1):
         if place and rng.random() < 0.5:
             ids[place] = rng.choice(special)
-    # Multiples of 1/64 are exact in every dtype.
-    return Row(
-        ids=tuple(ids),
-        mask=mask,
-        advantages=tuple(rng.randrange(-128, 129) / 64 for _ in range(length)),
-        target=rng.randrange(-128, 129) / 64,
-    )
+    return drawn_row(rng, ids, mask)
+
+
+def drawn_row(rng: random.Random, ids: Iterable[int], mask: Iterable[bool]) -> Row:
+    """A sequence with drawn advantages and target: multiples of 1/64, which are exact in every dtype."""
+    tokens = tuple(ids)
+    advantages = tuple(rng.randrange(-128, 129) / 64 for _ in tokens)
+    return Row(ids=tokens, mask=tuple(mask), advantages=advantages, target=rng.randrange(-128, 129) / 64)
 
 
 PIECES: Sequence[Sequence[tuple[int, int]]] = (
@@ -263,12 +264,5 @@ def prefix_trees(vocab_size: int, seed: int) -> Ragged:
     rows = []
     for pieces in PIECES:
         ids = [token for number, count in pieces for token in source[number].ids[:count]]
-        rows.append(
-            Row(
-                ids=tuple(ids),
-                mask=tuple(rng.random() < 0.7 for _ in ids),
-                advantages=tuple(rng.randrange(-128, 129) / 64 for _ in ids),
-                target=rng.randrange(-128, 129) / 64,
-            )
-        )
+        rows.append(drawn_row(rng, ids, [rng.random() < 0.7 for _ in ids]))
     return Ragged(tuple(rows))

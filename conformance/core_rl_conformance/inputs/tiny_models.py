@@ -34,12 +34,20 @@ from transformers import (
 
 from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
-from core_rl_conformance.inputs.tiny_vision import VOCABULARY, spread_positions, vision_config
+from core_rl_conformance.inputs.tiny_vision import (
+    DELTA_NET,
+    MIXTURE,
+    PLAIN,
+    SHARED,
+    VOCABULARY,
+    spread_positions,
+    vision_config,
+)
 from core_rl_conformance.profile import VISION, VISION_MOE
 from core_rl_oracle.experts import all_written, overwrite, parameters_of, written
 from core_rl_oracle.media import model_class
 
-MAX_LENGTH = 64
+MAX_LENGTH: int = SHARED["max_position_embeddings"]
 """Tokens that a tiny model takes."""
 FILE_SIZE = "20KB"
 """A tiny model has many such files."""
@@ -238,27 +246,6 @@ def _set_layers(config: PretrainedConfig, count: int) -> None:
         config.layer_types = [kinds[layer % len(kinds)] for layer in range(count)]
 
 
-SHARED: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LENGTH,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-"""Fields of most families: grouped-query attention, and no id for padding."""
-PLAIN: dict[str, Any] = {**SHARED, "hidden_size": 40, "intermediate_size": 66, "tie_word_embeddings": False}
-"""Untied embeddings."""
-DELTA_NET: dict[str, Any] = {
-    "head_dim": 10,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
-    "linear_conv_kernel_dim": 4,
-}
-"""Heads of attention, and of Gated DeltaNet with two values for a key."""
 GPT2_DROPOUT: dict[DropoutPlace, str] = {
     "embedding": "embd_pdrop",
     "residual": "resid_pdrop",
@@ -319,20 +306,9 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "eos_token_id": 1,
         },
     ),
-    # A dense layer and two of five experts, of which each token takes two; no number of ranks divides them.
     "qwen3_moe": (
         Qwen3MoeConfig,
-        {
-            **PLAIN,
-            "num_hidden_layers": 3,
-            "vocab_size": 157,
-            "moe_intermediate_size": 24,
-            "mlp_only_layers": [0],
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "bos_token_id": 0,
-        },
+        {**PLAIN, **MIXTURE, "vocab_size": 157, "norm_topk_prob": True, "bos_token_id": 0},
     ),
     # The same after Gated DeltaNet or gated attention, with a shared expert, and projections key head by key head.
     "qwen3_next": (
@@ -340,14 +316,11 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         {
             **PLAIN,
             **DELTA_NET,
-            "num_hidden_layers": 3,
+            **MIXTURE,
+            "head_dim": 10,
             "vocab_size": 167,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 18,
-            "mlp_only_layers": [0],
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
             "norm_topk_prob": True,
         },
     ),
@@ -364,6 +337,7 @@ OTHER_LAYERS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
         **PLAIN,
         **DELTA_NET,
+        "head_dim": 10,
         "vocab_size": 149,
         "layer_types": ["linear_attention", "full_attention"],
     },

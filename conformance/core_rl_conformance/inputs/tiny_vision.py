@@ -17,27 +17,35 @@ VOCABULARY = 199
 """Ids of text; the ids after them are of images."""
 START, END, IMAGE, VIDEO = range(VOCABULARY, VOCABULARY + 4)
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY + 12,
-    "hidden_size": 40,
-    "intermediate_size": 66,
-    "num_hidden_layers": 3,
+TOKENS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+SHARED: dict[str, Any] = {
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 12,
     "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **TOKENS,
 }
-IDS: dict[str, Any] = {
-    "image_token_id": IMAGE,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
+"""Fields of most families, of text alone too: grouped-query attention, and no id for padding."""
+PLAIN: dict[str, Any] = {**SHARED, "hidden_size": 40, "intermediate_size": 66, "tie_word_embeddings": False}
+"""Untied embeddings."""
+DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
 }
+"""Heads of Gated DeltaNet with two values for a key."""
+MIXTURE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [0],
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
+"""A dense layer and two of five experts, of which each token takes two; no number of ranks divides them."""
+TEXT: dict[str, Any] = {**PLAIN, "vocab_size": VOCABULARY + 12, "num_hidden_layers": 3, "head_dim": 12}
+IDS: dict[str, Any] = {**TOKENS, "image_token_id": IMAGE, "tie_word_embeddings": False}
 GRID_IDS = {**IDS, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 GRID: dict[str, Any] = {
     "depth": 2,
@@ -81,12 +89,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_vl": {
         "text_config": {
             **TEXT,
+            **DELTA_NET,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 6,
-            "linear_value_head_dim": 5,
-            "linear_conv_kernel_dim": 4,
             "rope_parameters": {
                 **ROPE,
                 "mrope_section": [1, 1, 1],
@@ -117,16 +121,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **IDS,
     },
     # The same as Qwen3-VL with a dense layer and two of experts.
-    "qwen3_vl_moe": QWEN3
-    | {
-        "text_config": {
-            **QWEN3["text_config"],
-            "moe_intermediate_size": 24,
-            "mlp_only_layers": [0],
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-        }
-    },
+    "qwen3_vl_moe": QWEN3 | {"text_config": {**QWEN3["text_config"], **MIXTURE}},
 }
 MODEL_TYPES = {"qwen3_5_vl": "qwen3_5", "gemma3_vl": "gemma3"}
 """Names of transformers', where they are not the suite's."""

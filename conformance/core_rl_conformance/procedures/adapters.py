@@ -35,18 +35,20 @@ def start(
     frozen: Sequence[str] = (),
     seed: int = 0,
     fields: Mapping[str, object] | None = None,
+    given: str = "",
 ) -> EngineGroup:
     """The engine over ``adapter``'s model with a new adapter of its kind, drawn from ``seed``.
 
-    ``fields`` replace some of ``model.lora``.
+    ``fields`` replace some of ``model.lora``. Then ``adapter`` is loaded, where a directory for it is ``given``.
     """
     changes = {"model": {"lora": {**adapter.section(), **(fields or {})}}, "seed": seed}
-    return subject.start(adapter.model, optimizer=optimizer, layout=layout, frozen=frozen, changes=changes)
+    group = subject.start(adapter.model, optimizer=optimizer, layout=layout, frozen=frozen, changes=changes)
+    if given:
+        load(subject, group, adapter, given)
+    return group
 
 
-def load(
-    subject: EngineUnderTest, group: EngineGroup, adapter: TinyAdapter, name: str = "given-adapter"
-) -> None:
+def load(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAdapter, name: str) -> None:
     """Load ``adapter`` from a directory as ``peft`` writes it; ``name`` is that of the directory."""
     group.load(SaveLoadMeta(path=str(adapter.write(subject.directory(name))), format="adapter"))
 

@@ -121,7 +121,8 @@ class PairMasks:
             return f"{problem}, but those without dropout{self.spread.where(~known)}"
         if bool(self._explained_by(got, self.masks.double()).all()):
             return f"{problem}: what dropout keeps is not multiplied by 1 / (1 - rate) = {1 / (1 - RATE):.4g}"
-        for layers in _subsets(self.masks.shape[1]):
+        numbers = range(self.masks.shape[1])
+        for layers in (list(some) for size in numbers[1:] for some in combinations(numbers, size)):
             factors = self.masks.double() / (1 - RATE)
             factors[:, layers] = 1.0
             if bool(self._explained_by(got, factors).all()):
@@ -147,12 +148,6 @@ def _every(grid: Tensor, factors: Tensor) -> MaskedPairs:
     """Each pair of ids of ``grid [P, 2]`` with each of ``factors [M, layers, heads]``."""
     ids = grid.repeat_interleave(len(factors), dim=0)
     return MaskedPairs(firsts=ids[:, 0], seconds=ids[:, 1], factors=factors.repeat(len(grid), 1, 1))
-
-
-def _subsets(count: int) -> Iterator[list[int]]:
-    """Some of ``count`` layers, but not all: the fewest first."""
-    for size in range(1, count):
-        yield from map(list, combinations(range(count), size))
 
 
 def _smallest_gap(values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import EngineStateError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.expected_values import Judged, Snapshot
+from core_rl_conformance.expected_values import ExpectedOutputs, Judged, Snapshot
 from core_rl_conformance.findings import reproduced_tokens
 from core_rl_conformance.hints import updates
 from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
@@ -29,8 +29,6 @@ from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import LostRequests
 from core_rl_conformance.pools import CALL_TIMEOUT_S
-from core_rl_conformance.reproduction import Computation
-from core_rl_oracle.tolerance import Tolerance
 
 Guesses = Mapping[str, Callable[[], list[Tensor]]]
 """Explanations of a wrong result: a sentence, and the log-probs that would prove it."""
@@ -154,17 +152,6 @@ def installed(engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
 # ---------------------------------------------------------------- comparing
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """Log-probs of the generated tokens of some answers, one tensor for each answer."""
-
-    values: list[Tensor]
-    tolerance: Tolerance
-    weights: Judged
-    computation: Computation | None = None
-    """For a script that computes prompts and answers again."""
-
-
 def sequences_of(
     responses: Sequence[LLMResponse], before: tuple[int, ...] = (), prompts: Ragged | None = None
 ) -> Ragged:
@@ -193,14 +180,14 @@ def expected_of(
     responses: Sequence[LLMResponse],
     temperature: float = 1.0,
     prompts: Ragged | None = None,
-) -> Expected:
-    """The oracle's log-probs of the generated tokens of ``responses``, with the images of ``prompts``."""
-    sequences = sequences_of(responses, prompts=prompts)
-    outputs = subject.outputs(weights, sequences, "logprobs", temperature)
-    values = generated(outputs.values, responses)
-    return Expected(
-        values=values, tolerance=outputs.tolerance, weights=weights, computation=outputs.computation
-    )
+) -> ExpectedOutputs:
+    """The log-probs of the generated tokens of ``responses``, with the images of ``prompts``.
+
+    Its computation is that of whole sequences.
+    """
+    outputs = subject.outputs(weights, sequences_of(responses, prompts=prompts), "logprobs", temperature)
+    variants = [generated(variant, responses) for variant in outputs.variants]
+    return replace(outputs, values=generated(outputs.values, responses), variants=variants)
 
 
 def distributions(
@@ -368,14 +355,17 @@ def verify_by_version(
     subject: EngineUnderTest,
     label: str,
     responses: Sequence[LLMResponse],
-    sides: Mapping[int, Expected],
+    weights: Mapping[int, Judged],
     guesses: Guesses | None = None,
 ) -> None:
-    """Verify that answers are complete, and that each token has the log-prob of the side whose version it carries."""
+    """Verify that answers are complete, and that each token has the log-prob of the ``weights`` of its version."""
     cut = [response for response in responses if response.stop_reason != "length"]
     subject.require(not cut, f"{label}: {len(cut)} of {len(responses)} answers were cut short")
     carried = versions_of(responses)
-    subject.require(carried <= set(sides), f"{label}: tokens carry {sorted(carried)}, not {sorted(sides)}")
+    subject.require(
+        carried <= set(weights), f"{label}: tokens carry {sorted(carried)}, not {sorted(weights)}"
+    )
+    sides = {version: expected_of(subject, side, responses) for version, side in weights.items()}
     required = [
         torch.stack([sides[version].values[number][place] for place, version in enumerate(response.versions)])
         for number, response in enumerate(responses)
@@ -385,7 +375,7 @@ def verify_by_version(
 
     def mistakes() -> Iterator[updates.Mistake]:
         yield from _guessed(guesses)
-        yield from _kept_cache(subject, responses, sides, required)
+        yield from _kept_cache(subject, responses, weights, required)
 
     def explain() -> str | None:
         values = {version: side.values for version, side in sides.items()}
@@ -403,11 +393,10 @@ def _guessed(guesses: Guesses | None) -> Iterator[updates.Mistake]:
 def _kept_cache(
     subject: EngineUnderTest,
     responses: Sequence[LLMResponse],
-    sides: Mapping[int, Expected],
+    weights: Mapping[int, Judged],
     required: list[Tensor],
 ) -> Iterator[updates.Mistake]:
     """Requests in flight that go on over an update with keys and values of the weights before."""
-    weights = {version: side.weights for version, side in sides.items()}
     if not all(isinstance(model, TinyModel) and not model.vision for model in weights.values()):
         return
     oracles = {version: subject.expected.oracle(model) for version, model in weights.items()}

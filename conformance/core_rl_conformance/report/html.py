@@ -224,7 +224,7 @@ def render(template: str, values: Mapping[str, object]) -> str:
         "measured": _measured,
         "number": _number,
         "prose": _prose,
-        "slug": _slug,
+        "slug": lambda value: value.replace(" ", "-").replace(".", "-").lower(),
     }
     return environment.get_template(template).render(values)
 
@@ -242,10 +242,6 @@ def _measured(measurement: MeasurementRecord) -> str:
 def _prose(text: str) -> Markup:
     """A docstring's text, with what stands between backquotes as code."""
     return Markup(CODE.sub(r"<code>\1</code>", str(escape(text))))
-
-
-def _slug(value: str) -> str:
-    return value.replace(" ", "-").replace(".", "-").lower()
 
 
 def count_outcomes(cases: Iterable[CaseRecord]) -> dict[Outcome, int]:

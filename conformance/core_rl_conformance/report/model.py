@@ -6,7 +6,6 @@ A field may be added or changed only together with `SCHEMA_VERSION`: readers ref
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, Literal
@@ -170,19 +169,12 @@ class Report(Record):
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Report:
-        _refuse_unknown(
-            "engine", {case.engine for case in self.results}, {part.name for part in self.engines}
-        )
-        _refuse_unknown(
-            "check", {case.check for case in self.results}, {part.identifier for part in self.checks}
-        )
+        engines, checks = {part.name for part in self.engines}, {part.identifier for part in self.checks}
+        unknown = {f"engine {case.engine!r}" for case in self.results if case.engine not in engines}
+        unknown |= {f"check {case.check!r}" for case in self.results if case.check not in checks}
+        if unknown:
+            raise ValueError(f"results name the {max(unknown)}, which the report does not list")
         return self
-
-
-def _refuse_unknown(label: str, used: Iterable[str], known: Iterable[str]) -> None:
-    unknown = sorted(set(used) - set(known))
-    if unknown:
-        raise ValueError(f"results name the {label} {unknown[0]!r}, which the report does not list")
 
 
 def report_schema() -> dict[str, Any]:

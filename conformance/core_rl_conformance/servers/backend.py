@@ -13,10 +13,10 @@ from core_rl.backend.meta import FinetuneSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, StopReason
 from core_rl.errors import ConfigError, EngineBroken
 from core_rl.registry.engines import get_spec, load_class
-from core_rl.servers.adapters import ServedAdapter, ServedModel
+from core_rl.servers.adapters import ServedModel
 from core_rl.servers.api import Api
 from core_rl.servers.backend import ServerBackend
-from core_rl.servers.config import Interrupt, ServerEngineConfig, ServerOptions
+from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.facts import FRESH, NO_LIMITS, ServerFacts
 from core_rl.servers.process import RunningServer, ServerProcess
 from core_rl.servers.server import Server
@@ -238,20 +238,10 @@ class ReadOnlyServer(Server):
     async def facts(self) -> ServerFacts:
         return ServerFacts(path=self.path, label=FRESH, device="")
 
-    async def set_label(self, label: str) -> None: ...
+    async def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the server as it is; it aborts a request with its connection."""
 
-    async def _pause(self, interrupt: Interrupt) -> None: ...
-
-    async def _continue(self) -> None: ...
-
-    async def abort(self, rid: str) -> None:
-        """Servers abort a request with its connection."""
-
-    async def flush_cache(self) -> None: ...
-
-    async def load_directory(self, path: str) -> None: ...
-
-    async def load_adapter(self, adapter: ServedAdapter) -> None: ...
+    set_label = _pause = _continue = abort = flush_cache = load_directory = load_adapter = _nothing
 
 
 def _without_versions(wire: Wire) -> Wire:

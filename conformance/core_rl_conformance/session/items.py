@@ -179,10 +179,8 @@ class CheckItem(pytest.Item):
         return item
 
     def setup(self) -> None:
-        if self.case.not_supported:
-            pytest.skip(self.case.not_supported)
-        if self.case.not_run:
-            pytest.skip(self.case.not_run)
+        if reason := self.case.not_supported or self.case.not_run:
+            pytest.skip(reason)
 
     @property
     def _place(self) -> tuple[str, str]:
@@ -195,9 +193,8 @@ class CheckItem(pytest.Item):
         if expected_values.groups.hangs[self._place] >= HANGS:
             # Each one takes the whole timeout, and the session has failed already.
             hung = f"it hung in {HANGS} checks at {self.case.setting} before"
-            self._leave_out(
-                hung if self._place[1] else f"the engine loses requests: in {HANGS} checks before"
-            )
+            lost = f"the engine loses requests: in {HANGS} checks before"
+            self._skip(replace(self.case, not_run=hung if self._place[1] else lost))
         directory = expected_values.directory / "cases" / self.name.replace("/", "_")
         directory.mkdir(parents=True)
         subject = EngineUnderTest(self.case, expected_values, directory)
@@ -205,13 +202,13 @@ class CheckItem(pytest.Item):
         try:
             self.case.check.function(subject)
         except NotRun as reason:
-            self._leave_out(str(reason))
+            self._skip(replace(self.case, not_run=str(reason)))
         except NotSupported as reason:
-            self._refuse(str(reason))
+            self._skip(replace(self.case, not_supported=str(reason)))
         except (CoreRLError, TimeoutError) as error:
             added = self.case.setting == self.case.target.three_ranks and isinstance(error, LayoutError)
             if added or (self.case.target.given and isinstance(error, ConfigError | UnsupportedCapability)):
-                self._refuse(f"refused: {error}".splitlines()[0])
+                self._skip(replace(self.case, not_supported=f"refused: {error}".splitlines()[0]))
             if isinstance(error, RankTimeout | LostRequests | TimeoutError):
                 expected_values.groups.hangs[self._place] += 1
             for target in filter(None, (self.case.target, self.case.partner)):
@@ -224,13 +221,9 @@ class CheckItem(pytest.Item):
             # Checkpoints add up over some hundred cases.
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _leave_out(self, reason: str) -> NoReturn:
-        self.case = replace(self.case, not_run=reason)
-        pytest.skip(reason)
-
-    def _refuse(self, reason: str) -> NoReturn:
-        self.case = replace(self.case, not_supported=reason)
-        pytest.skip(reason)
+    def _skip(self, case: Case) -> NoReturn:
+        self.case = case
+        pytest.skip(case.not_supported or case.not_run)
 
     def result(self, outcome: Outcome, reason: str) -> CaseRecord:
         """Record of its result."""

@@ -83,17 +83,13 @@ class ConformanceSession:
         self.is_worker = hasattr(config, "workerinput")
         self.plan = _plan(config)
         config.stash[PLAN] = self.plan
-        self._aim()
-        narrowed = self.plan.selection.narrowed or self._filtered() or self.plan.given is not None
-        self.summary = Summary(self.plan, narrowed)
-
-    def _aim(self) -> None:
-        """Let paths that hold a copy of the suite, or no path at all, mean the checks of this one."""
-        config = self.config
+        # Paths that hold a copy of the suite, or no path at all, mean the checks of this one.
         if config.args_source is not pytest.Config.ArgsSource.ARGS:
             config.args = [str(CHECKS_DIRECTORY)]
         elif not config.getoption("pyargs"):
             config.args = [_in_this_copy(argument, config.invocation_params.dir) for argument in config.args]
+        narrowed = self.plan.selection.narrowed or self._filtered() or self.plan.given is not None
+        self.summary = Summary(self.plan, narrowed)
 
     def _filtered(self) -> bool:
         """Whether options of pytest leave checks out."""

@@ -87,7 +87,6 @@ class Trainer(Protocol):
 
     def build(self, setup: TrainerSetup) -> None:
         """Load the model and make the optimizer; an earlier model is gone."""
-        ...
 
     def build_recipe(self, recipe: str, model_dir: str) -> None:
         """Build as the framework's own configuration file ``recipe`` describes a run, with the model in ``model_dir``.
@@ -95,7 +94,6 @@ class Trainer(Protocol):
         For ``core-rl diff``, on one rank, in float32; its optimizer, schedule, loss and advantages are those of the
         file. A schedule whose length follows from data has `RECIPE_STEPS` steps.
         """
-        ...
 
     def train_batch(
         self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
@@ -105,35 +103,27 @@ class Trainer(Protocol):
         Returns metrics of the whole batch: at least ``loss`` (the scalar that was minimised) and, of a step,
         ``grad_norm`` (over all parameters, before clipping).
         """
-        ...
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Gradients of the last ``train_batch(apply=False)``, before clipping, full tensors by checkpoint names.
 
         With an adapter, gradients of its factors alone, by their names in its file.
         """
-        ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """Master weights, float32, full tensors by their names in the checkpoint, a tied one once."""
-        ...
 
     def learning_rate(self) -> float:
         """The rate of the next optimizer step."""
-        ...
 
     def save(self, path: str) -> None:
         """Write all that training needs to go on, into a new directory."""
-        ...
 
     def load(self, path: str) -> None:
         """Go on from `save`, after `build` with the same setup."""
-        ...
 
     def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
         """Indices of the batches of the first epoch over ``count`` sequences, by the seed that it was built with."""
-        ...
 
     def close(self) -> None:
         """End processes, and free memory."""
-        ...

@@ -41,15 +41,12 @@ class Environment(Protocol):
 
     async def reset(self, data: Mapping[str, Any]) -> Sequence[int]:
         """Begin with a sample of the data; returns the prompt, the same for the same sample."""
-        ...
 
     async def step(self, output_ids: Sequence[int]) -> Observation:
         """Take one whole completion of the model, its stop token included."""
-        ...
 
     async def close(self) -> None:
         """Free the resources of the episode. Called once, also after an error."""
-        ...
 
 
 class Tool(Protocol):

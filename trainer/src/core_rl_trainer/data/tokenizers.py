@@ -188,10 +188,8 @@ def decoded_runs(
         number += sum(1 for _ in run)
         end = max(begin, shared_length(text, decoded(tokenizer, ids[:number])))
         part = text[begin:end]
-        runs.append((trained, repeated.sub(_counted, part) if repeated else part))
+        if repeated:
+            part = repeated.sub(lambda match: f"{match[1]} ×{len(match[0]) // len(match[1])}", part)  # noqa: RUF001
+        runs.append((trained, part))
         begin = end
     return runs
-
-
-def _counted(run: re.Match[str]) -> str:
-    return f"{run[1]} ×{len(run[0]) // len(run[1])}"  # noqa: RUF001

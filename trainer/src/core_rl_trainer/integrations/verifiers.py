@@ -45,11 +45,9 @@ class MessageEnvironment(Protocol):
 
     async def env_response(self, messages: list[Message], state: State) -> Sequence[Message] | str:
         """The reply to the conversation so far."""
-        ...
 
     def is_completed(self, state: State) -> Awaitable[bool]:
         """Whether the episode is over. Asked after each completion, and after each reply."""
-        ...
 
 
 def verifiers_examples(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

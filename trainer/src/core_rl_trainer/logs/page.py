@@ -6,6 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -167,14 +168,10 @@ def main_chart(rows: Sequence[Row]) -> Chart | None:
 def _groups(groups: Groups, series: Mapping[str, Points]) -> list[tuple[str, list[str]]]:
     """The ``groups`` of which ``series`` has metrics, with these."""
     matching = [
-        (title, [name for pattern in patterns for name in series if _matches(name, pattern)])
+        (title, [name for pattern in patterns for name in series if fnmatchcase(name, pattern)])
         for title, patterns in groups
     ]
     return [(title, names) for title, names in matching if names]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
 def _labels(groups: Sequence[Sequence[str]], series: Mapping[str, Points]) -> dict[str, str]:

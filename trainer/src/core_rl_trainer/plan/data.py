@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,7 +18,7 @@ from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.algorithms.updates import UpdatesConfig
 from core_rl_trainer.data.chat_template import CLOCK
 from core_rl_trainer.data.config import DataSection
-from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
+from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS
 from core_rl_trainer.data.tokenizers import vocabulary_size
 from core_rl_trainer.data.training_data import DataSummary, TrainingData, load_training_data, summarize_data
 from core_rl_trainer.outputs.run_files import RECIPE
@@ -50,49 +51,36 @@ def plan_data(
     `ConfigError` where a sequence does not fit.
     """
     supervised = isinstance(interface, SupervisedInterface)
-    completion = rollout.max_new_tokens * (rollout.max_turns if rollout.environment else 1)
+    kinds = {"demonstrations": DEMONSTRATIONS, "preferences": PREFERENCES}
     data = load_training_data(
         section,
-        with_answer_checks(_example_kind(interface), rewards),
+        with_answer_checks(kinds.get(interface.trains_on, PROMPTS), rewards),
         tokenizer,
         seed,
         limit=context if supervised else longest_prompt(context, rollout),
         vocabulary=min(map(vocabulary_size, models)),
         vision_model=vision_model,
     )
-    workload = (
-        _supervised_workload(data, section.batch_size)
-        if supervised
-        else _online_workload(data, rollout, completion, context, interface.config)
+    workload = Workload(
+        examples=len(data.train),
+        held_out=len(data.held_out or ()),
+        examples_per_step=section.batch_size,
+        sequences_per_example=2 if data.kind.paired else data.train.most_sequences,
+        longest=data.train.longest,
+        largest_unit=max(dataset.largest_unit for dataset in (data.train, data.held_out or data.train)),
     )
+    if not supervised:
+        workload = _with_completions(workload, rollout, context, interface.config)
     return data, workload, summarize_data(data, tokenizer, seed)
 
 
-def _example_kind(interface: ModelInterface[Any]) -> ExampleKind:
-    if not isinstance(interface, SupervisedInterface):
-        return PROMPTS
-    return DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES
-
-
-def _supervised_workload(data: TrainingData, batch_size: int) -> Workload:
-    datasets = [dataset for dataset in (data.train, data.held_out) if dataset is not None]
-    return Workload(
-        examples=len(data.train),
-        held_out=0 if data.held_out is None else len(data.held_out),
-        examples_per_step=batch_size,
-        sequences_per_example=2 if data.kind.paired else data.train.most_sequences,
-        longest=data.train.longest,
-        largest_unit=max(dataset.largest_unit for dataset in datasets),
-    )
-
-
-def _online_workload(
-    data: TrainingData, rollout: RolloutSection, completion: int, context: int | None, config: Config
+def _with_completions(
+    workload: Workload, rollout: RolloutSection, context: int | None, config: Config
 ) -> Workload:
-    longest = min(data.train.longest + completion, context or sys.maxsize)
-    return Workload(
-        examples=len(data.train),
-        held_out=0 if data.held_out is None else len(data.held_out),
+    completion = rollout.max_new_tokens * (rollout.max_turns if rollout.environment else 1)
+    longest = min(workload.longest + completion, context or sys.maxsize)
+    return replace(
+        workload,
         examples_per_step=rollout.prompts_per_step,
         sequences_per_example=rollout.group_size,
         longest=longest,

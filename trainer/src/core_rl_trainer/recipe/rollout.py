@@ -108,15 +108,11 @@ class RolloutSection(Config):
         return self.timeout_s + max(self.reward_limit_s, self.step_limit_s if self.environment else 0.0)
 
     @model_validator(mode="after")
-    def _adapters_whole(self) -> Self:
+    def _consistent(self) -> Self:
         if self.sync_delta and self.sync == "lora":
             raise ValueError(
                 "sync_delta = true with sync = 'lora': an adapter is sent whole; set sync_delta to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _killed_when(self) -> Self:
         if self.reward_processes and self.reward_timeout_s is None:
             raise ValueError("reward_processes needs reward_timeout_s: after how long a process is killed")
         return self
