@@ -121,7 +121,7 @@ class Prompts:
 def policy_rows(
     subject: EngineUnderTest, responses: Sequence[LLMResponse], temperature: float = 1.0
 ) -> list[Tensor]:
-    """Log-probs ``[n, V]`` that the engine must draw the ``n`` tokens of each response from: those of the oracle.
+    """Log-probs ``[n, V]`` that the engine must draw the ``n`` tokens of each response from: the oracle's.
 
     In a smaller dtype, rounding moves tokens across a cut, and these are the engine's own log-probs at temperature 1,
     which I7.top-logprobs compares with the oracle's; the oracle's again for an engine that does not report them.

@@ -103,7 +103,7 @@ def write_report(report: Report, path: Path) -> Path:
 
 
 def report_text(report: Report, indent: int | None = 1) -> str:
-    """The contents of the file of ``report``, with the digest of what they are without it."""
+    """The contents of the file of ``report``, with the digest of the rest."""
     values = report.model_dump(mode="json")
     return json.dumps(values | {"digest": _digest(values)}, indent=indent) + "\n"
 

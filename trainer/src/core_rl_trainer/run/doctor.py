@@ -71,7 +71,7 @@ class RunDoctor:
 
         ``trainer [T]`` are the train engine's log-probs of ``batch``, whose ``logprobs`` are the rollout engine's;
         ``save`` writes the present weights. The rollout engine is judged by tokens that the same weights have drawn, in
-        an asynchronous run at a later step. A problem of the judge itself is a warning, and the run goes on.
+        an asynchronous run at a later step. A problem of the judge itself is a warning; the run continues.
         """
         begin = time.perf_counter()
         due = (step - 1) % self.every == 0
