@@ -133,18 +133,13 @@ def diagnose(
     `ConfigError` for a model that nothing can be computed with, for sequences that it does not take, for options that
     exclude each other, and for a session without an end.
     """
-    if server is not None and cuts:
-        raise ConfigError(f"--server={server.url} serves the whole model; leave out the options that cut it")
-    if data is not None and cuts.vocabulary is not None:
-        raise ConfigError(
-            f"--data={data} has tokens that --vocab={cuts.vocabulary} may cut; leave out --vocab"
-        )
+    _check_options(data, cuts, server)
     with TemporaryDirectory(prefix="core-rl-doctor-") as temporary:
-        cut, options = "", []
+        cut, options = "", [f"--lr0={still_steps}", f"--seed={seed}"]
+        options += [f"--dtype={dtype}"] if dtype else []
         if data is not None:
-            lines = map(json.dumps, read_sequences(data, path))
             file = Path(temporary) / "sequences.jsonl"
-            file.write_text("\n".join(lines), encoding="utf-8")
+            file.write_text("\n".join(map(json.dumps, read_sequences(data, path))), encoding="utf-8")
             options.append(f"--data={file}")
         if cuts:
             smaller = (scripts or Path(temporary)) / "model"
@@ -157,18 +152,22 @@ def diagnose(
             labels[server.url] = _label_or_refusal(partial(load_server_target, server))
             options += server.command_line if isinstance(labels[server.url], str) else []
         accepted = list(dict.fromkeys(label for label in labels.values() if isinstance(label, str)))
-        options += [
-            f"--lr0={still_steps}",
-            f"--seed={seed}",
-            f"--model-dir={path}",
-            *([f"--dtype={dtype}"] if dtype else []),
-        ]
+        options.append(f"--model-dir={path}")
         results = _results(options, Path(temporary) / "report.json") if accepted else ()
     refused = {engine: str(error) for engine, error in labels.items() if isinstance(error, CoreRLError)}
     diagnosis = diagnosis_of(accepted, refused, results, cut)
     if scripts is None:
         return diagnosis
     return diagnosis.model_copy(update={"scripts": write_scripts(diagnosis.findings, results, scripts)})
+
+
+def _check_options(data: Path | None, cuts: Cuts, server: ServerArguments | None) -> None:
+    if server is not None and cuts:
+        raise ConfigError(f"--server={server.url} serves the whole model; leave out the options that cut it")
+    if data is not None and cuts.vocabulary is not None:
+        raise ConfigError(
+            f"--data={data} has tokens that --vocab={cuts.vocabulary} may cut; leave out --vocab"
+        )
 
 
 def _target(engine: str, model: GivenModel, dtype: DType | None) -> Target:
@@ -216,11 +215,7 @@ def write_scripts(
 
 
 def _shows_difference(file: Path) -> bool:
-    command = [
-        sys.executable,
-        "-I",
-        file.name,
-    ]  # without the user's paths: it needs torch and transformers alone
+    command = [sys.executable, "-I", file.name]  # as in an environment without core-rl
     try:
         result = subprocess.run(
             command, cwd=file.parent, capture_output=True, text=True, check=True, timeout=SCRIPT_S

@@ -47,7 +47,7 @@ def exports_are_merged(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     adapter = TinyAdapter(model=model)
-    group = start(subject, adapter, optimizer={"lr": 3e-3}, given="adapter")
+    group = start(subject, adapter, optimizer={"lr": 3e-3}, given="given-adapter")
     group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
     path = subject.directory("export")
     group.save(moving.meta(path, "hf"))
@@ -104,7 +104,7 @@ def an_adapter_is_saved_alone(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     adapter = TinyAdapter(model=model, rslora=True)
-    group = start(subject, adapter, optimizer={"lr": 3e-3}, given="adapter")
+    group = start(subject, adapter, optimizer={"lr": 3e-3}, given="given-adapter")
     group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
     path = subject.directory("saved")
     group.save(moving.meta(path, "adapter"))
@@ -185,7 +185,7 @@ def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
     adapter = TinyAdapter(model=subject.model())
     setting = subject.case.other_setting
     assert setting is not None  # the check asks for a profile with two
-    group = _start(subject, adapter, "adapter")
+    group = _start(subject, adapter, "given-adapter")
     moving.train(group, subject, [0, 1])
     for form in MOVED:
         group.save(moving.meta(subject.directory(form), form))

@@ -59,7 +59,7 @@ def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
     Look at: the scale, parameters with ``requires_grad``, and recomputation below a frozen embedding.
     """
     adapter, data = TinyAdapter(model=subject.model()), subject.data()
-    group = start(subject, adapter, given="adapter")
+    group = start(subject, adapter, given="given-adapter")
     for cut in (ONE_PASS, BUDGET):
         loss = group.forward_backward(data.batch(), LOSS.spec(), cut)["loss"]
         expected, label = subject.gradients(adapter, data, LOSS), f"with an adapter and {cut}"
@@ -111,7 +111,7 @@ def a_head_is_saved_with_its_adapter(subject: EngineUnderTest) -> None:
     tensors that a load fills on every rank.
     """
     adapter, data = TinyAdapter(model=subject.model(head="value")), subject.data()
-    group = start(subject, adapter, optimizer={"lr": 3e-3}, given="adapter")
+    group = start(subject, adapter, optimizer={"lr": 3e-3}, given="given-adapter")
     fresh = group.named_tensors("master")["score.weight"]
     group.train_batch(data.batch(), ValueLoss().spec(), ONE_PASS)
     tensors, values = group.named_tensors("adapter"), outputs_of(group, data, ("values",))

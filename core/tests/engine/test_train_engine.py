@@ -568,7 +568,7 @@ def test_an_engine_alone_leaves_no_directory(tmp_path: Path, monkeypatch: pytest
             r"WeightUpdateMeta\.method = 'nccl'; choose from 'disk', 'tensor', 'distributed', 'lora'",
         ),
     ],
-    ids=["format", "renamed", "method"],
+    ids=["format", "method"],
 )
 def test_an_unknown_format_or_method_is_named(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
