@@ -148,7 +148,7 @@ def gradients_are_added_up_in_float32(subject: EngineUnderTest) -> None:
     if subject.spec.supports(Capability.LORA):
         critic = subject.spec.supports(Capability.VALUE_HEAD)
         adapter = TinyAdapter(model=subject.model(head="value" if critic else "lm"))
-        group = start(subject, adapter, given="adapter")
+        group = start(subject, adapter, given="given-adapter")
         loss = ValueLoss() if critic else TokenMeanLoss()
         _verify_sums(subject, group, f"of an adapter {'and a head ' * critic}", loss)
 
