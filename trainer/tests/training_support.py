@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.reference import ROLLOUT_SPEC
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl_trainer.api import train
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.config import DataSource
@@ -33,6 +37,17 @@ from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
 
 CHARACTERS = "0123456789+="
 BOS, EOS = 1, 2
+SHIFT = 1e-3
+SHIFTED = replace(ROLLOUT_SPEC, name="shifted-rollout", factory=f"{__name__}:ShiftedRollout")
+
+
+class ShiftedRollout(ReferenceRolloutBackend):
+    """Reports log-probs that are too high by `SHIFT`: log-probs of the reference engines may agree to the last bit."""
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        response = await super().agenerate(request)
+        return replace(response, logprobs=tuple(value + SHIFT for value in response.logprobs))
+
 
 REWARD = '''
 """A reward that a random model can earn."""

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import training_support as support
 
-from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.errors import ConfigError
-from core_rl.reference import ROLLOUT_SPEC
-from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.registry.engines import register_engine
 from core_rl_trainer.recipe.recipe import load_recipe
 from core_rl_trainer.run import doctor
-
-SHIFT = 1e-3
-SHIFTED = replace(ROLLOUT_SPEC, name="nudged-rollout", factory=f"{__name__}:NudgedRollout")
-
-
-class NudgedRollout(ReferenceRolloutBackend):
-    """Reports log-probs that are too high by `SHIFT`."""
-
-    async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        response = await super().agenerate(request)
-        return replace(response, logprobs=tuple(value + SHIFT for value in response.logprobs))
 
 
 def run(start: Path, output: Path, **changes: Any) -> list[dict[str, Any]]:
@@ -85,14 +70,14 @@ def test_stale_tokens_meet_their_own_weights(
 
 
 def test_wrong_rollout_engine_is_named(start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rollout = support.recipe_values(start, tmp_path)["rollout"] | {"engine": SHIFTED.name}
-    with register_engine(SHIFTED):
+    rollout = support.recipe_values(start, tmp_path)["rollout"] | {"engine": support.SHIFTED.name}
+    with register_engine(support.SHIFTED):
         rows = run(start, tmp_path / "out", rollout=rollout)
-    assert rows[0]["doctor_rollout_max"] == pytest.approx(SHIFT, rel=0.01)
+    assert rows[0]["doctor_rollout_max"] == pytest.approx(support.SHIFT, rel=0.01)
     assert rows[0]["doctor_train_ratio"] <= 1
     (first, second) = off(caplog.records)
     assert first.startswith(
-        "step 1: the rollout engine 'nudged-rollout' is off the float64 oracle by up to 1.0e-03"
+        "step 1: the rollout engine 'shifted-rollout' is off the float64 oracle by up to 1.0e-03"
     )
     assert second.startswith("step 3: the rollout engine")
 

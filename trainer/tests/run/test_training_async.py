@@ -20,11 +20,10 @@ from core_rl.checkpoint.run import RunCheckpoints
 from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.data.requests import SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import BatchError, RolloutError, UnsupportedCapability
-from core_rl.reference import ROLLOUT_SPEC, ReferenceRolloutConfig
-from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.reference import ReferenceRolloutConfig
 from core_rl.registry.engines import register_engine
 from core_rl_trainer.rewards.functions import rewards_differ
 from core_rl_trainer.run.online import NAMES, OnlineLearner, interrupted
@@ -32,16 +31,6 @@ from core_rl_trainer.run.rollouts import Rollouts
 from core_rl_trainer.workflows.episodes import SingleTurnWorkflow
 
 ASYNC = ["rollout.max_head_offpolicyness=2"]
-SHIFT = 1e-3
-SHIFTED = replace(ROLLOUT_SPEC, name="shifted-rollout", factory=f"{__name__}:ShiftedRollout")
-
-
-class ShiftedRollout(ReferenceRolloutBackend):
-    """Reports log-probs that are too high by `SHIFT`: log-probs of the reference engines may agree to the last bit."""
-
-    async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        response = await super().agenerate(request)
-        return replace(response, logprobs=tuple(value + SHIFT for value in response.logprobs))
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +110,13 @@ def test_unsupported_sync_method_is_refused_early(recipe: Path) -> None:
 
 
 def test_mismatch_is_reported_without_recomputed_logprobs(recipe: Path) -> None:
-    with register_engine(SHIFTED):
+    with register_engine(support.SHIFTED):
         rows = run(
             recipe, "algorithm.args.recompute_logprobs=false", "steps=2", "rollout.engine=shifted-rollout"
         )
     for row in rows:
-        assert row["mismatch_k1"] == pytest.approx(SHIFT, abs=1e-5)
-        assert row["mismatch_max"] == pytest.approx(SHIFT, abs=1e-5)
+        assert row["mismatch_k1"] == pytest.approx(support.SHIFT, abs=1e-5)
+        assert row["mismatch_max"] == pytest.approx(support.SHIFT, abs=1e-5)
 
 
 def outstanding(output: Path) -> list[int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +65,7 @@ class RunDoctor:
     _version: int | None = field(default=None, init=False)
     """The version of the weights in ``model``, until the rollout engine is judged with them."""
     _since: float = field(default_factory=time.perf_counter, init=False)
+    _spent_s: float = field(default=0.0, init=False)
 
     def judge(
         self, step: int, batch: SequenceBatch, trainer: Tensor, save: Callable[[Path], None]
@@ -98,7 +101,11 @@ class RunDoctor:
             got = part[LOGPROBS].double()
             metrics |= _compared(step, self.rollout, got, part["drawn"], judgement, rows, part)
             self.forget()
-        return metrics | self._cost(step, begin)
+        seconds = time.perf_counter() - begin
+        self._spent_s += seconds
+        if due:
+            self._warn_of_cost(step)
+        return metrics | {"time_doctor_s": seconds}
 
     def forget(self) -> None:
         """Remove the weights that wait for the rollout engine's tokens."""
@@ -114,7 +121,7 @@ class RunDoctor:
                 input_ids=part.input_ids[first:last].tolist(),
                 fields={name: value[first:last] for name, value in fields.items()},
             )
-            for first, last in zip(ends, ends[1:], strict=False)
+            for first, last in pairwise(ends)
         ]
         dtypes = tuple({self.trainer.dtype, self.rollout.dtype})
         pool = RankPool(LocalHosts())
@@ -127,18 +134,16 @@ class RunDoctor:
         finally:
             pool.close(wait_s=0.0)
 
-    def _cost(self, step: int, begin: float) -> dict[str, float]:
-        """Seconds of this judgement; a warning where it takes a notable part of the time since the last one."""
+    def _warn_of_cost(self, step: int) -> None:
+        """Warn where judgements take a notable part of the time since the last due one."""
         now = time.perf_counter()
-        seconds, since = now - begin, now - self._since
-        self._since = now
-        if step > 1 and seconds > NOTABLE_SHARE * since:
-            enough = round(self.every * seconds / (NOTABLE_SHARE * since))
+        share = self._spent_s / (now - self._since)
+        if step > 1 and share > NOTABLE_SHARE:
             logger.warning(
                 "step %d: the doctor takes %.0f s, %.1f %% of the run's time; doctor.every=%d keeps it below 1 %%",
-                *(step, seconds, 100 * seconds / since, enough),
+                *(step, self._spent_s, 100 * share, math.ceil(self.every * share / NOTABLE_SHARE)),
             )
-        return {"time_doctor_s": seconds}
+        self._since, self._spent_s = now, 0.0
 
 
 def judgement_of(
