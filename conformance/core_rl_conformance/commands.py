@@ -244,6 +244,7 @@ def doctor(  # noqa: PLR0913, PLR0917  (the options of a command)
         str | None,
         typer.Option("--json", help="Write the verdict as JSON here; - prints it.", metavar="FILE"),
     ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a web page here.")] = None,
 ) -> None:
     """Say where engines part first on a model, and which of them is off the float64 oracle.
 
@@ -269,6 +270,8 @@ def doctor(  # noqa: PLR0913, PLR0917  (the options of a command)
     typer.echo(document if json_file == "-" else diagnosis.text)
     if json_file not in (None, "-"):
         write_text(Path(json_file), f"{document}\n")
+    if html is not None:
+        write_text(html, diagnosis.page)
     raise typer.Exit(diagnosis.exit_code)
 
 

@@ -26,6 +26,7 @@ from core_rl_conformance.given_model import GivenModel, read_given
 from core_rl_conformance.hints.diagnose import LOOKS_LIKE
 from core_rl_conformance.outcomes import CaseRecord, Outcome, Record
 from core_rl_conformance.report.files import read_report, write_text
+from core_rl_conformance.report.html import render
 from core_rl_conformance.servers.options import ServerArguments
 from core_rl_conformance.session.matrix import load_target
 from core_rl_conformance.session.session import load_server_target
@@ -68,6 +69,8 @@ SUITE = ("--pyargs", "core_rl_conformance", "-p", "no:cacheprovider")
 NOT_JUDGED = "could not be judged: "
 PLACE = re.compile(r"^ *first(?:: | at )(?P<place>.+?)(?: \[| by |: expected)", re.MULTILINE)
 SHOWN = re.compile(r"expected (\S+), the engine gave (\S+)")
+MAP_ROW = re.compile(r"^ +(\d+) ([.1-9]+)$", re.MULTILINE)
+"""A line of the map of errors in a message."""
 SCRIPT_S = 600.0
 """Time limit of a reproduction."""
 HINT = re.compile(rf"^ *{LOOKS_LIKE}.+$", re.MULTILINE)
@@ -85,6 +88,11 @@ class Finding(Record):
     """Of the difference from the oracle, and of the allowed one; empty for an error."""
     hint: str
     message: str
+
+    @property
+    def error_map(self) -> list[tuple[str, str]]:
+        """Layers and the mark of each token, where the message has a map of errors."""
+        return MAP_ROW.findall(self.message)
 
 
 class Diagnosis(Record):
@@ -113,6 +121,11 @@ class Diagnosis(Record):
         first = ["", self.findings[0].message] if self.findings else []
         scripts = [f"reproduction of {label}: {file}" for label, file in self.scripts.items()]
         return "\n".join([self.verdict, *engines, *cut, *scripts, *first, "", *self.checks])
+
+    @property
+    def page(self) -> str:
+        """The same as a web page, with all findings."""
+        return render("doctor.html.jinja", {"diagnosis": self})
 
 
 def diagnose(

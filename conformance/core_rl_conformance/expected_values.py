@@ -167,11 +167,11 @@ class ExpectedValues:
 
     def oracle(self, of: Judged) -> Oracle:
         """The oracle with the weights of the model's directory, and the adapter."""
-        return self.keep(of, ("oracle",), lambda: Oracle(*self._snapshot(of)))
+        return self.keep(of, ("oracle",), partial(self.own_oracle, of))
 
     def own_oracle(self, of: Judged) -> Oracle:
         """The same for a caller that changes its weights."""
-        return Oracle(*self._snapshot(of))
+        return Oracle(*self._snapshot(of), disk=self.directory)
 
     def outputs(
         self, of: Judged, data: Ragged, name: str, temperature: float, dtype: torch.dtype, device: str = "cpu"
@@ -282,7 +282,7 @@ class ExpectedValues:
 
         def load() -> PlainModel:
             directory, head, low_rank, vision = self._snapshot(of)
-            return PlainModel(directory, head, dtype, device, low_rank, vision)
+            return PlainModel(directory, head, dtype, device, low_rank, vision, self.directory)
 
         return self.keep(of, ("plain", dtype, device), load)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from markupsafe import escape
 from mutants.outputs import SecondLayerEpsilon
 from mutants.rollouts import ReportsOneTokenLate, ScoresWithoutTemperature
 from mutants.tensor_parallel import HeadNormsNotReduced
@@ -161,13 +162,17 @@ def test_doctor_names_the_engine_and_place(
     app.command()(command)
     options = ["--truncate-layers=2", f"--repro={tmp_path}/scripts"] if code == 1 else []
     result = CliRunner().invoke(
-        app, [*names, "--model", str(path), *options, "--json", str(tmp_path / "v.json")]
+        app,
+        [*names, "--model", str(path), *options, f"--json={tmp_path}/v.json", f"--html={tmp_path}/v.html"],
     )
     assert result.exit_code == code, result.output
     printed = result.stdout.splitlines()
     assert [line for line in lines if not any(one.startswith(line) for one in printed)] == []
     verdict = json.loads((tmp_path / "v.json").read_text())
     assert printed[0] == lines[0] == verdict["verdict"]
+    page = (tmp_path / "v.html").read_text()
+    assert escape(lines[0]) in page
+    assert ('class="heat"' in page) == ("at layers:" in lines[0])
     scripts = [Path(file) for file in verdict["scripts"].values()]
     assert len(scripts) == (1 if code == 1 else 0)
     assert all("scripts/model" in script.read_text() for script in scripts)
