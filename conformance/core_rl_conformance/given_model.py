@@ -6,9 +6,11 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import gettempdir
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,8 +25,10 @@ from core_rl_conformance.profile import Profile
 
 LAYOUT = re.compile(r"((dp|tp|pp|cp|ep)[1-9]\d*)+(sp)?")
 DEGREE = re.compile(r"([dtpce]p)(\d+)")
-BYTES_EACH = 115
-"""For each parameter: the oracle with gradients, the plain models, and AdamW in float64. Measured with SmolLM2."""
+BYTES_EACH = 24
+"""Memory for each parameter: the oracle while it is loaded, gradients of the engine. Measured with SmolLM2."""
+DISK_BYTES_EACH = 80
+"""The same in files: the oracle, the plain models, and gradients of both."""
 RANK_BYTES_EACH = 25
 """The same in a data-parallel rank, of an engine's weights, moments and exports."""
 MINUTES_EACH = 1e-8
@@ -42,8 +46,13 @@ class GivenModel:
 
     @property
     def memory_gib(self) -> float:
-        """Memory that the session's own process takes at most."""
+        """Memory that the session's own process takes at most; pages of files, which the system drops, are more."""
         return self.parameters * BYTES_EACH / GIB
+
+    @property
+    def disk_gib(self) -> float:
+        """Temporary files of the session."""
+        return self.parameters * DISK_BYTES_EACH / GIB
 
     def judged_by(self, target: Target, layouts: Sequence[str] | None, dtype: DType | None) -> Target:
         """``target`` with this model alone, at ``layouts``; by default at the first layout and dtype of its profile.
@@ -73,8 +82,8 @@ class GivenModel:
         each_rank = self.parameters * RANK_BYTES_EACH / GIB
         return (
             f"model: {self.path} ({self.model_type}, {self.parameters:,} parameters); about {self.memory_gib:.1f} GiB "
-            f"of memory, {each_rank:.1f} more for each rank, and {minutes} min; {count} of {len(train)} checks, since "
-            "the others invent a config, a head or an input of its size"
+            f"of memory, {each_rank:.1f} more for each rank, {self.disk_gib:.1f} of disk, and {minutes} min; {count} "
+            f"of {len(train)} checks, since the others invent a config, a head or an input of its size"
         )
 
 
@@ -100,11 +109,18 @@ def read_given(path: Path, option: str = "--model-dir") -> GivenModel:
     except CheckpointError as error:
         raise ConfigError(f"{option}: {error}") from error
     model = GivenModel(path=path.resolve(), model_type=model_type, parameters=parameters)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    if model.memory_gib > memory:
+    temporary = gettempdir()
+    resources = (
+        ("memory", model.memory_gib, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB),
+        (f"free disk in {temporary}", model.disk_gib, shutil.disk_usage(temporary).free / GIB),
+    )
+    lacking = [
+        f"{need:.1f} GiB of {name} (there are {size:.1f})" for name, need, size in resources if need > size
+    ]
+    if lacking:
         raise ConfigError(
-            f"{option}: the float64 oracle and AdamW of {model.parameters:,} parameters need about "
-            f"{model.memory_gib:.1f} GiB; this machine has {memory:.1f}; give a model with fewer layers"
+            f"{option}: to judge {model.parameters:,} parameters takes {' and '.join(lacking)}; give a model with "
+            "fewer layers, or set TMPDIR to a larger disk"
         )
     return model
 

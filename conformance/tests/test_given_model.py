@@ -107,9 +107,20 @@ def test_directory_without_a_model_is_refused(tmp_path: Path, config: str | None
     assert str(raised.value).startswith(f"--model-dir={tmp_path}: ")
 
 
-def test_too_little_memory_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(given_model, "BYTES_EACH", 1 << 40)
-    with pytest.raises(ConfigError, match=r"need about \S+ GiB; this machine has"):
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        (["BYTES_EACH"], r"takes \S+ GiB of memory \(there are"),
+        (["DISK_BYTES_EACH"], r"takes \S+ GiB of free disk in /\S+ \(there are"),
+        (["BYTES_EACH", "DISK_BYTES_EACH"], r"memory \(there are \S+\) and \S+ GiB of free disk"),
+    ],
+)
+def test_too_little_memory_or_disk_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], match: str
+) -> None:
+    for name in names:
+        monkeypatch.setattr(given_model, name, 1 << 40)
+    with pytest.raises(ConfigError, match=match):
         read_given(directory)
 
 
