@@ -171,7 +171,7 @@ class ExpectedValues:
 
     def own_oracle(self, of: Judged) -> Oracle:
         """The same for a caller that changes its weights."""
-        return Oracle(*self._snapshot(of), disk=self.directory)
+        return Oracle(*self._snapshot(of))
 
     def outputs(
         self, of: Judged, data: Ragged, name: str, temperature: float, dtype: torch.dtype, device: str = "cpu"
@@ -282,7 +282,7 @@ class ExpectedValues:
 
         def load() -> PlainModel:
             directory, head, low_rank, vision = self._snapshot(of)
-            return PlainModel(directory, head, dtype, device, low_rank, vision, self.directory)
+            return PlainModel(directory, head, dtype, device, low_rank, vision)
 
         return self.keep(of, ("plain", dtype, device), load)
 

@@ -16,8 +16,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from core_rl_oracle.on_disk import move_to_disk
-
 
 def model_class(head: str, vision: bool) -> Any:
     """The class of transformers' for a model with this head, or with a vision tower."""
@@ -26,10 +24,8 @@ def model_class(head: str, vision: bool) -> Any:
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
 
 
-def load_model(
-    directory: Path, head: str, vision: bool, dtype: torch.dtype, disk: Path | None = None
-) -> PreTrainedModel:
-    """The model in ``directory``, in evaluation mode and with eager attention; `move_to_disk` where one is given."""
+def load_model(directory: Path, head: str, vision: bool, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in ``directory``, in evaluation mode and with eager attention."""
     model: PreTrainedModel = model_class(head, vision).from_pretrained(
         directory,
         dtype=dtype,
@@ -38,8 +34,6 @@ def load_model(
         local_files_only=True,
     )
     model.eval()
-    if disk is not None:
-        move_to_disk(model, disk)
     return model
 
 

@@ -1,38 +1,40 @@
-"""Weights and gradients of a large model in files, which the system reads and writes page by page."""
+"""Tensors of a large model in temporary files, which the system reads and writes page by page.
+
+The files are in ``TMPDIR``, have no name, and end with their tensors. Other devices keep tensors in their own memory.
+"""
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from torch import Tensor, nn
 
 LARGE = 1 << 16
-"""Numbers of a tensor that is worth a file."""
+"""Numbers of a tensor that is worth a file; tiny models have none."""
 
 
-def copied(tensor: Tensor, disk: Path | None) -> Tensor:
-    """A copy of ``tensor``; a large one in a file of the directory ``disk`` without a name, closed with the copy."""
-    if disk is None or tensor.numel() < LARGE:
+def copied(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor``, of a large one in a file."""
+    if tensor.numel() < LARGE or tensor.device.type != "cpu":
         return tensor.detach().clone()
-    with tempfile.NamedTemporaryFile(dir=disk) as file:
+    with NamedTemporaryFile(prefix="core-rl-") as file:
         copy = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
     return copy.view(tensor.shape).copy_(tensor.detach())
 
 
-def move_to_disk(model: nn.Module, disk: Path) -> None:
-    """Move the parameters of ``model`` to files of ``disk``, and each gradient as soon as it is there.
+def move_to_disk(model: nn.Module) -> None:
+    """Move large parameters of ``model`` to files, and each of their gradients as soon as it is there.
 
     A backward pass then needs the memory of one gradient.
     """
-
-    def move_gradient(parameter: Tensor) -> None:
-        grad = parameter.grad
-        if grad is not None and grad.untyped_storage().filename is None:
-            parameter.grad = copied(grad, disk)
-
     for parameter in model.parameters():
         if parameter.numel() >= LARGE:
-            parameter.data = copied(parameter, disk)
-            parameter.register_post_accumulate_grad_hook(move_gradient)
+            parameter.data = copied(parameter)
+            parameter.register_post_accumulate_grad_hook(_move_gradient)
+
+
+def _move_gradient(parameter: Tensor) -> None:
+    grad = parameter.grad
+    if grad is not None and grad.device.type == "cpu" and grad.untyped_storage().filename is None:
+        parameter.grad = copied(grad)

@@ -23,7 +23,7 @@ from core_rl_oracle.float64 import float64_only
 from core_rl_oracle.layers import recorded_layers
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.media import load_model, media_arguments
-from core_rl_oracle.on_disk import copied
+from core_rl_oracle.on_disk import copied, move_to_disk
 
 KINDS = ("params", "momentum", "exp_avg", "exp_avg_sq")
 """The tensors of an `OptimizerState`."""
@@ -96,7 +96,7 @@ class Oracle:
     """The model in ``directory`` (``save_pretrained`` format) with any of the three heads, or with its vision tower.
 
     The factors of an ``adapter`` are parameters like others, named after their layer. Large weights and gradients are
-    in files of the directory ``disk``, where one is given.
+    in temporary files.
     """
 
     def __init__(
@@ -105,21 +105,20 @@ class Oracle:
         head: OracleHead = "lm",
         adapter: LowRank | None = None,
         vision: bool = False,
-        disk: Path | None = None,
     ) -> None:
         with float64_only():
-            self.model = load_model(directory, head, vision, torch.float64, disk)
+            self.model = load_model(directory, head, vision, torch.float64)
+            move_to_disk(self.model)
             if adapter is not None:
                 adapter.attach(self.model)
         self.head = head
-        self._disk = disk
         # A vision tower has others.
         self._rotary = [part for part in self.model.modules() if hasattr(part, "original_max_seq_len")]
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of all parameters, float64, by their written names, a tied one once."""
         parameters = all_written(parameters_of(self.model))
-        return {name: copied(value, self._disk) for name, value in parameters.items()}
+        return {name: copied(value) for name, value in parameters.items()}
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Replace the parameters named in ``values``."""

@@ -87,10 +87,7 @@ SINKS = ("granite_swa", "gpt_oss")
 
 
 class PlainModel:
-    """The model in ``directory``, in ``dtype`` on ``device``; everything it returns is on the CPU.
-
-    On the CPU large weights and gradients are in files of the directory ``disk``, where one is given.
-    """
+    """The model in ``directory``, in ``dtype`` on ``device``; everything it returns is on the CPU."""
 
     def __init__(
         self,
@@ -100,18 +97,16 @@ class PlainModel:
         device: str = "cpu",
         adapter: LowRank | None = None,
         vision: bool = False,
-        disk: Path | None = None,
     ) -> None:
         self.head = head
         self.dtype = dtype
         self.device = device
-        self._disk = disk if device == "cpu" else None
-        self._model = load_model(directory, head, vision, dtype, self._disk)
+        self._model = load_model(directory, head, vision, dtype)
         if adapter is not None:
             adapter.attach(self._model)
         torch.nn.Module.to(self._model, device)
         named = parameters_of(self._model)
-        self._weights = {name: copied(parameter, self._disk) for name, parameter in named.items()}
+        self._weights = {name: copied(parameter) for name, parameter in named.items()}
         self._nudged: dict[int, list[Tensor]] = {}
 
     def outputs(
@@ -194,7 +189,7 @@ class PlainModel:
         values = list(self._weights.values())
         if variant.nudge is not None:
             if variant.nudge not in self._nudged:
-                self._nudged[variant.nudge] = _nudged(values, variant.nudge, self._disk)
+                self._nudged[variant.nudge] = _nudged(values, variant.nudge)
             values = self._nudged[variant.nudge]
         model, config = self._model, self._model.config
         with torch.no_grad():
@@ -330,9 +325,9 @@ def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.nextafter(tensor, torch.where(up, torch.inf, -torch.inf).to(tensor))
 
 
-def _nudged(weights: Sequence[Tensor], seed: int, disk: Path | None) -> list[Tensor]:
+def _nudged(weights: Sequence[Tensor], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [copied(nudged(weight, generator), disk) for weight in weights]
+    return [copied(nudged(weight, generator)) for weight in weights]
 
 
 def _weight(loss: SequenceLoss, sequence: OracleSequence, head: OracleHead) -> float:

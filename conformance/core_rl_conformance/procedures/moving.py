@@ -28,6 +28,7 @@ from core_rl_conformance.procedures.outputs import verify_outputs
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import Setting
 from core_rl_oracle.media import model_class
+from core_rl_oracle.on_disk import copied
 from core_rl_oracle.oracle import AdamW, Schedule
 
 LOSSES: Mapping[Head, CheckLoss] = {
@@ -90,8 +91,10 @@ def train(
 
 
 def state(group: EngineGroup, kinds: Sequence[TensorKind] = KINDS) -> dict[TensorKind, dict[str, Tensor]]:
-    """Weights and both moments, or tensors of other ``kinds``."""
-    return {kind: group.named_tensors(kind) for kind in kinds}
+    """Weights and both moments, or tensors of other ``kinds``; large ones in files."""
+    return {
+        kind: {name: copied(value) for name, value in group.named_tensors(kind).items()} for kind in kinds
+    }
 
 
 def meta(path: Path, format_: CheckpointFormat) -> SaveLoadMeta:
