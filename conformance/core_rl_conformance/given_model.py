@@ -25,7 +25,7 @@ from core_rl_conformance.profile import Profile
 
 LAYOUT = re.compile(r"((dp|tp|pp|cp|ep)[1-9]\d*)+(sp)?")
 DEGREE = re.compile(r"([dtpce]p)(\d+)")
-BYTES_EACH = 24
+BYTES_EACH = 35
 """Memory for each parameter: the oracle while it is loaded, gradients of the engine. Measured with SmolLM2."""
 DISK_BYTES_EACH = 80
 """The same in files: the oracle, the plain models, and gradients of both."""
