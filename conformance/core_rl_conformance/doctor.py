@@ -67,6 +67,7 @@ MEASURED = {"the loss": "loss", "the norm": "norm", "weights after": "optimizer 
 """Stages by the beginning of a measurement's label: checks of gradients compare more than these."""
 SUITE = ("--pyargs", "core_rl_conformance", "-p", "no:cacheprovider")
 NOT_JUDGED = "could not be judged: "
+RAISED_AT = "last line of the "
 PLACE = re.compile(r"^ *first(?:: | at )(?P<place>.+?)(?: \[| by |: expected)", re.MULTILINE)
 SHOWN = re.compile(r"expected (\S+), the engine gave (\S+)")
 MAP_ROW = re.compile(r"^ +(\d+) ([.1-9]+)$", re.MULTILINE)
@@ -273,6 +274,8 @@ def _finding(case: CaseRecord) -> Finding:
     place, hint = PLACE.search(case.message), HINT.search(case.message)
     worst = case.worst if case.worst and case.worst.ratio > 1 else None
     number = worst.what if worst else ""
+    lines = [line.strip() for line in case.message.splitlines()[1:]]
+    error = next((line for line in lines if not line.startswith(RAISED_AT)), "")
     stage = next(stage for stage, checks in STAGES.items() if case.check in checks)
     if stage == "gradients":
         stage = next((name for label, name in MEASURED.items() if number.startswith(label)), stage)
@@ -280,7 +283,7 @@ def _finding(case: CaseRecord) -> Finding:
         stage=stage,
         engine=_label(case),
         check=case.check,
-        place=place["place"] if place else number or "".join(case.message.splitlines()[1:2]).strip(),
+        place=place["place"] if place else number or error,
         size=f"{worst.what} by {worst.error:.1e} (allowed {worst.limit:.1e})" if worst else "",
         hint=hint[0].strip() if hint else "",
         message=case.message,
@@ -295,6 +298,8 @@ def _verdict(judged: Sequence[str], findings: Sequence[Finding]) -> str:
     first = findings[0]
     alike = {other.engine for other in findings if (other.check, other.place) == (first.check, first.place)}
     subject = "they part" if alike < set(judged) else f"{', '.join(judged)}: off the oracle"
+    if not first.size:
+        subject = f"{first.engine} fails"
     return f"{subject} first at {first.stage}: {first.place}"
 
 
@@ -306,8 +311,10 @@ def _judgement(label: str, cases: Sequence[CaseRecord], findings: Iterable[Findi
     if not wrong:
         return f"within rounding of the oracle in {executed} checks"
     first = wrong[0]
-    count = f"off the oracle in {len(wrong)} of {executed} checks, first {first.check}"
-    return "; ".join(filter(None, (count, first.size, first.hint)))
+    count = f"in {len(wrong)} of {executed} checks, first {first.check}"
+    if not first.size:
+        return f"fails {count}; {first.place}"
+    return "; ".join(filter(None, (f"off the oracle {count}", first.size, first.hint)))
 
 
 def _lines(cases: Sequence[CaseRecord]) -> Iterator[str]:

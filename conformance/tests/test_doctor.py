@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import typer
+from aiohttp.web import Request
 from markupsafe import escape
 from mutants.outputs import SecondLayerEpsilon
 from mutants.rollouts import ReportsOneTokenLate, ScoresWithoutTemperature
 from mutants.tensor_parallel import HeadNormsNotReduced
 from mutants.zoo import RECORD, spec_of
-from reference_server import ReferenceServer
-from server_stub import running
+from reference_server import GENERATE, ReferenceServer
+from server_stub import drop, running
 from toy_tp import SPEC
 from transformers import (
     AutoModelForCausalLM,
@@ -39,6 +40,7 @@ from core_rl_conformance import doctor
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.commands import doctor as command
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
+from core_rl_conformance.servers import target
 from core_rl_conformance.smaller_model import Cuts, write_smaller_model
 
 SIZES: dict[str, Any] = {
@@ -198,6 +200,29 @@ def test_doctor_judges_a_running_server(engines: None, tmp_path: Path) -> None:
     dead = CliRunner().invoke(app, options)
     assert dead.exit_code == 2
     assert f"http://{server.address}: could not be judged: " in dead.stdout
+
+
+def test_server_that_dies_ends_its_checks(
+    engines: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, path = typer.Typer(), saved(QWEN3, tmp_path / "model")
+    app.command()(command)
+    monkeypatch.setattr(target, "BACK_AFTER_S", 1.0)
+    with running([ReferenceServer(str(path))]) as (server,):
+
+        def die(request: Request, body: dict[str, Any]) -> None:
+            if server.calls[request.path] > 3:
+                server.faults = dict.fromkeys(server.routes, drop)
+                drop(request, body)
+
+        server.faults = {GENERATE: die}
+        options = ["reference", f"--model={path}", f"--server=http://{server.address}", "--wire=vllm"]
+        result = CliRunner().invoke(app, options)
+    assert result.exit_code == 1, result.output
+    assert result.stdout.startswith("vllm-server:dp1 fails first at outputs: ServerTimeout: vLLM server")
+    assert "reference:dp1: within rounding of the oracle in 5 checks" in result.stdout
+    assert "vllm-server:dp1: fails in 2 of 2 checks, first I7.score; ServerTimeout: " in result.stdout
+    assert result.stdout.count("not run  the engine loses requests") == 2
 
 
 class StepsAtLeastALittle(ReferenceBackend):

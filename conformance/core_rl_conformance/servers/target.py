@@ -85,6 +85,8 @@ OF_THE_DRIVER = frozenset(
     }
 )
 """Capabilities that engines with servers of their own show, or that the arguments name; images have no common form."""
+BACK_AFTER_S = 30.0
+"""Seconds for a running server to respond again: somebody else may start it anew."""
 SETS_VERSIONS = "contract.rollout-versions"
 """The check that changes a server without a capability."""
 NO_TAKE_OVER = "it would change the server; give --take-over to allow it"
@@ -169,6 +171,7 @@ def _of_routes(arguments: ServerArguments, address: str) -> Target:
         "served_name": "" if launches else routes.model,
         "product": routes.product,
         "api_key": None if variable is None else f"${{env:{variable}}}",
+        **({} if launches else {"start_timeout_s": BACK_AFTER_S}),
     }
     families = () if launches else (arguments.model_type,)
     profile = Profile(
