@@ -129,8 +129,8 @@ def updates_arrive_in_any_state(subject: EngineUnderTest) -> None:
 
     Any two of: each declared method; whole weights or changes of all, some, one or no tensor, in one bucket or many;
     the engine awake, asleep, paused or with requests in flight; the next version, the same label again, or an earlier
-    one; new weights, or those of before. The requests are the same each time, a seeded one too, and one goes on after an
-    earlier answer. Answers in flight are complete, and their tokens have the version of the weights that drew them.
+    one; new weights, or those of before. The requests are the same each time, a seeded one too, and one goes on after
+    an earlier answer. Answers in flight are complete, and their tokens have the version of the weights that drew them.
     Changes that follow others come without a full update. An engine that is asleep may refuse an update by
     `EngineStateError` or `WeightsError`, and serves the old weights under their version. So do buffers of a model whose
     files hold some, if the engine serves it.
