@@ -167,7 +167,9 @@ class PolicyLoss:
             yield "the entropy is left out, or has no gradient", replace(self, entropy_coef=0.0)
             yield "the entropy has the other sign", replace(self, entropy_coef=-self.entropy_coef)
             if self.temperature != 1.0:
-                yield "the entropy is that at temperature 1", _EntropyAtOne(**vars(self))
+                for power, label in ((0, "1"), (2, "T times T")):
+                    wrong = _EntropyAt(power=power, **vars(self))
+                    yield f"the entropy is that at temperature {label}", wrong
         if self.temperature != 1.0:
             yield f"the temperature {self.temperature:g} is left out", replace(self, temperature=1.0)
 
@@ -187,11 +189,13 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _EntropyAtOne(PolicyLoss):
-    """An entropy of logits that are not divided by the temperature."""
+class _EntropyAt(PolicyLoss):
+    """An entropy of logits that are divided by a power of the temperature."""
+
+    power: int
 
     def of_sequence(self, outputs: Mapping[str, Tensor], sequence: OracleSequence) -> tuple[Tensor, float]:
-        log_p = (outputs["logits"] * self.temperature).log_softmax(-1)
+        log_p = (outputs["logits"] * self.temperature ** (1 - self.power)).log_softmax(-1)
         return super().of_sequence({**outputs, "entropy": -(log_p.exp() * log_p).sum(-1)}, sequence)
 
 

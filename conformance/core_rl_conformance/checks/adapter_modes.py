@@ -30,11 +30,7 @@ from core_rl_conformance.procedures.training import CLIPPED, Shadow, fail_withou
 OPTIONS: Mapping[str, Mapping[str, Capability | None]] = {
     "head": {"lm": None, "value": Capability.VALUE_HEAD, "reward": Capability.REWARD_HEAD},
     "dropout": {"none": None, "of the base": Capability.DROPOUT, "of the adapter": Capability.DROPOUT},
-    "frozen": {
-        "none": None,
-        "first layer": Capability.FROZEN_PARAMETERS,
-        "head": Capability.FROZEN_PARAMETERS,
-    },
+    "frozen": {"none": None} | dict.fromkeys(("first layer", "head"), Capability.FROZEN_PARAMETERS),
     "adapter": {"on all layers": None, "rank-stabilised": None},
 }
 """Values of each option, and the capability that each needs."""

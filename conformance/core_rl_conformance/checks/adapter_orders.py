@@ -243,11 +243,7 @@ class AdapterOrders(RouteOrders):
     def _meta(self) -> WeightUpdateMeta:
         point = self.subject.directory(f"meeting-{next(self.meetings)}")
         return WeightUpdateMeta(
-            method="lora",
-            version=self.version + 1,
-            path=str(point),
-            bucket_bytes=LARGE_BUCKET,
-            verify=True,
+            method="lora", version=self.version + 1, path=str(point), bucket_bytes=LARGE_BUCKET, verify=True
         )
 
 

@@ -12,13 +12,7 @@ from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderT
 from core_rl_conformance.inputs.losses import TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import DEEP
-from core_rl_conformance.procedures.adapters import (
-    adapter_of,
-    base_of,
-    outputs_of,
-    start,
-    verify_trained,
-)
+from core_rl_conformance.procedures.adapters import adapter_of, base_of, outputs_of, start, verify_trained
 from core_rl_conformance.procedures.outputs import verify_forward, verify_outputs
 from core_rl_conformance.procedures.training import CLIPPED, Shadow, optimizer_config
 

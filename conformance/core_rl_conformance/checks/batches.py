@@ -26,13 +26,7 @@ from core_rl_conformance.checks.process_state import public_calls
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.covering import Combination
 from core_rl_conformance.inputs.data import PIECES, Ragged, prefix_trees
-from core_rl_conformance.inputs.losses import (
-    CancellingLoss,
-    CheckLoss,
-    RewardLoss,
-    TokenMeanLoss,
-    ValueLoss,
-)
+from core_rl_conformance.inputs.losses import CancellingLoss, CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.adapters import verify_trained
 from core_rl_conformance.procedures.outputs import PROBE, verify_forward
@@ -53,17 +47,9 @@ CUTS = {
 }
 """Of micro-batches; the longest sequence has 28 tokens."""
 OPTIONS: Mapping[str, Mapping[str, Capability | None]] = {
-    "head": {
-        "lm": None,
-        "lm at a temperature": None,
-        "value": Capability.VALUE_HEAD,
-        "reward": Capability.REWARD_HEAD,
-    },
-    "frozen": {
-        "none": None,
-        "head": Capability.FROZEN_PARAMETERS,
-        "first layer": Capability.FROZEN_PARAMETERS,
-    },
+    "head": dict.fromkeys(("lm", "lm at a temperature"))
+    | {"value": Capability.VALUE_HEAD, "reward": Capability.REWARD_HEAD},
+    "frozen": {"none": None} | dict.fromkeys(("head", "first layer"), Capability.FROZEN_PARAMETERS),
     "sequences": dict.fromkeys(SEQUENCES),
     "values": dict.fromkeys(("drawn", "equal", "equal rewards", "a loss of 0", "some losses of 0")),
 }
@@ -103,11 +89,7 @@ def batches_of_every_kind_follow_the_oracle(subject: EngineUnderTest) -> None:
 
 
 def _verify(
-    subject: EngineUnderTest,
-    group: EngineGroup,
-    model: TinyModel,
-    patterns: list[str],
-    options: Combination,
+    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, patterns: list[str], options: Combination
 ) -> None:
     _, loss, names = HEADS[options["head"]]
     data, temperature = _data(subject, model, options), loss.temperature

@@ -14,6 +14,7 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
+from core_rl_conformance.case import takes
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.mistakes import Steps
@@ -43,12 +44,8 @@ OPTIONS: Mapping[str, Mapping[str, Capability | None]] = {
         "upload": Capability.SYNC_DISK,
         "evaluation": None,
     },
-    "load": {
-        "none": None,
-        "weights": None,
-        "sharded": Capability.SHARDED_CHECKPOINT,
-        "portable": Capability.PORTABLE_CHECKPOINT,
-    },
+    "load": dict.fromkeys(("none", "weights"))
+    | {"sharded": Capability.SHARDED_CHECKPOINT, "portable": Capability.PORTABLE_CHECKPOINT},
 }
 """Values of each option, and the capability that each needs."""
 CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
@@ -67,7 +64,7 @@ def rows_of(
         for name, values in options.items()
     }
     case = subject.case
-    families = case.target.profile.families
+    families = [family for family in case.target.profile.families if takes(case.check, family)]
     turn = case.seed + case.layout.world_size
     return share(covering_array(declared), families.index(case.family), len(families), turn, least)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import dropwhile
 
 import torch
@@ -13,7 +14,7 @@ from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
 from core_rl_conformance.inputs.data import LENGTHS, Ragged
 from core_rl_conformance.inputs.tiny_models import LONG_LENGTH, MAX_LENGTH, TinyModel
 from core_rl_conformance.procedures import serving
@@ -222,8 +223,10 @@ def top_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
             )
             got = [logprobs for _, logprobs in rows]
             best = [every[1:].topk(top.ids.shape[1], dim=-1).values for every in full]
-            subject.verify(compare_tokens(label, got, best, expected.tolerance))
-            expected_values = [every[1:].gather(1, ids) for every, (ids, _) in zip(full, rows, strict=True)]
-            subject.verify(
-                compare_tokens(f"{label}, of the ids that came", got, expected_values, expected.tolerance)
-            )
+            cold = [(every[1:] * temperature).log_softmax(-1) for every in full]
+            wrong = [every.topk(top.ids.shape[1], dim=-1).values for every in cold]
+            causes = [("log-probs without the temperature", wrong)]
+            explain = partial(explain_tokens, got, best, expected.tolerance, partial(iter, causes), None)
+            subject.verify(compare_tokens(label, got, best, expected.tolerance, explain=explain))
+            of_ids = [every[1:].gather(1, ids) for every, (ids, _) in zip(full, rows, strict=True)]
+            subject.verify(compare_tokens(f"{label}, of the ids that came", got, of_ids, expected.tolerance))

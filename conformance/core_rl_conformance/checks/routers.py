@@ -23,6 +23,8 @@ from core_rl_conformance.procedures.training import backward_on_parts
 from core_rl_conformance.profile import MOE, ROUTED
 
 LOSS = TokenMeanLoss()
+EQUAL = 6
+"""Tokens of sequences of one length, whose rows transposed are of the same shape."""
 ALONE = BalanceLoss()
 COEF = 0.25
 
@@ -151,7 +153,7 @@ def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
     """``forward`` gives the experts that were chosen; a batch with ``routing`` is computed with those, and no other.
 
     Why: a replay that is bound to replaced routers has no effect and raises no error. Training then uses other
-    experts than the rollout (verl #7340).
+    experts than the rollout (verl #7340), or another token's, where sequences are of one length (miles #3146).
     Look at: that recorded choices reach the routers that compute, in every layer, in training as in
     ``forward()``, with gates of the present probabilities; and that the next batch chooses for itself.
     """
@@ -163,9 +165,15 @@ def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
     same = torch.equal(recorded.long().sort(-1).values, truth.sort(-1).values)
     subject.require(same, "the output 'routing' is not what the oracle's routers choose")
     subject.verify_logprobs("with the recorded routing", group, model, _routed(data, recorded), BUDGET)
-    second = _routed(data, _moved(recorded, model))
-    subject.verify_logprobs("with another routing", group, model, second, BUDGET)
-    subject.verify_backward("with another routing", group, model, second, LOSS, BUDGET)
+    equal = Ragged(tuple(row.after(len(row.ids) - EQUAL) for row in data.rows if len(row.ids) >= EQUAL))
+    of_equal = group.forward(equal.batch(), ONE_PASS, ("routing",)).routing
+    for end, part, chosen, cut in (
+        ("", data, recorded, BUDGET),
+        (" of equal lengths", equal, of_equal, ONE_PASS),
+    ):
+        second, label = _routed(part, _moved(chosen, model)), f"with another routing{end}"
+        subject.verify_logprobs(label, group, model, second, cut)
+        subject.verify_backward(label, group, model, second, LOSS, cut)
     subject.verify_logprobs("after a replay", group, model, data, BUDGET)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, islice, product
@@ -64,13 +64,9 @@ MASKS = {
     ("stop", "a text across tokens"),
 }
 """Values with which others have no effect, or a small one: pairs of the others occur without these."""
-NEEDS: Mapping[str, Capability] = {
-    "min_p": Capability.MIN_P,
-    "presence_penalty": Capability.PRESENCE_PENALTY,
-    "repetition_penalty": Capability.REPETITION_PENALTY,
-    "logit_bias": Capability.LOGIT_BIAS,
-    "stop": Capability.STOP_STRINGS,
-}
+CHANGES = ("presence_penalty", "repetition_penalty", "logit_bias")
+"""Options that change logits."""
+NEEDS = {name: Capability(name) for name in ("min_p", *CHANGES)} | {"stop": Capability.STOP_STRINGS}
 Answer = LLMResponse | None
 """None of a request that was refused."""
 
@@ -93,11 +89,12 @@ def sampling_options_hold_together(subject: EngineUnderTest) -> None:
     """
     _verify_array(subject, PAIRS)
     if subject.spec.supports(Capability.MIN_P):
-        _verify_order_of_cuts(subject, Prompts.of(subject))
+        for top_k in (None, 5):
+            _verify_cuts(subject, Prompts.of(subject), top_k)
 
 
-def _verify_order_of_cuts(subject: EngineUnderTest, prompts: Prompts) -> None:
-    """Draw where the order of top-p and min-p matters most: where min-p first leaves out the likeliest tokens."""
+def _verify_cuts(subject: EngineUnderTest, prompts: Prompts, top_k: int | None) -> None:
+    """Draw where the order of top-p and min-p matters most, or with a top-k, where it matters most to have min-p."""
     model = subject.model()
     margin = 2 * expected_of(subject, model, list(map(as_response, prompts.ids))).tolerance.limit
     if subject.spec.supports(Capability.TOP_LOGPROBS):
@@ -106,16 +103,18 @@ def _verify_order_of_cuts(subject: EngineUnderTest, prompts: Prompts) -> None:
     most, label, prompt, sampling, left = 0.0, "", prompts.ids[0], ONE, prompts.rows[0]
     grid = product((0.6, 1.0, 1.7, 2.0), (0.5, 0.6, 0.7, 0.8, 0.9), (0.1, 0.2, 0.3, 0.4))
     for temperature, top_p, min_p in grid:
-        one = replace(ONE, temperature=temperature, top_p=top_p, min_p=min_p)
+        one = replace(ONE, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         rows = (prompts.rows / temperature).log_softmax(-1)
         right = left_by_cut(rows, one, 0.0).log_softmax(-1)
-        first = left_by_cut(rows, replace(one, top_p=1.0), 0.0).log_softmax(-1)
-        wrong = left_by_cut(first, replace(one, min_p=0.0), 0.0)
-        lost = (right.exp() * wrong.isinf()).sum(-1) * clear_of_cut(rows, one, margin)
+        others = replace(one, min_p=0.0)
+        first = left_by_cut(rows, replace(one, top_p=1.0) if top_k is None else others, 0.0)
+        wrong = left_by_cut(first.log_softmax(-1), others, 0.0).log_softmax(-1)
+        lost = (right.exp() - wrong.exp()).clamp(min=0).sum(-1) * clear_of_cut(rows, one, margin)
         at = int(lost.argmax())
         if lost[at] > most:
             most, prompt, sampling, left = float(lost[at]), prompts.ids[at], one, right[at]
-            label = f"with temperature = {temperature}, top_p = {top_p}, min_p = {min_p}"
+            cuts = f"top_k = {top_k}, " * (top_k is not None) + f"top_p = {top_p}, min_p = {min_p}"
+            label = f"with temperature = {temperature}, {cuts}"
     requests = [LLMRequest(input_ids=prompt, sampling=sampling) for _ in range(DRAWS if most else 0)]
     drawn = [answer for answer in _ask(subject.serve(model), requests) if answer is not None]
     if drawn:
@@ -281,12 +280,20 @@ class _Row:
         subject.require(surprise.tail > FALSE_ALARMS, f"{label}: {surprise}")
         got = [torch.tensor(response.logprobs) for response in self.all]
         expected = self._at(full)
-        causes = [("log-probs of what the cut has left", self._at(left))]
-        explain = partial(explain_tokens, got, expected, tolerance, lambda: iter(causes), None)
+        explain = partial(explain_tokens, got, expected, tolerance, partial(self._causes, logits, left), None)
         subject.verify(compare_tokens(f"log-probs {label}", got, expected, tolerance, explain=explain))
         chances = [float(row[at].sum()) for row, at in zip(self._at(left), clear, strict=True)]
         # Rounding may change draws.
         self._verify_streams(subject, chances, has_seeds=has_seeds and subject.case.dtype == "float32")
+
+    def _causes(self, logits: Sequence[Tensor], left: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+        yield "log-probs of what the cut has left", self._at(left)
+        for name in CHANGES:
+            without = replace(self.sampling, **{name: getattr(ONE, name)})
+            pairs = zip(self.all, logits, strict=True)
+            rows = [_changed_rows(row, response.output_ids, without) for response, row in pairs]
+            if without != self.sampling:
+                yield f"log-probs without {name}, at some places or at all", self._at(rows)
 
     def _at(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """The values ``[n]`` of each ``rows [n, V]`` at the tokens of an answer."""

@@ -308,7 +308,15 @@ def _mistaken_rules(
     for sentence, values in mistaken_advantages(rule, rewards, groups):
         yield sentence, rollouts.with_advantages(values), loss
     equal = [index for index, group in enumerate(groups) if group == EQUAL]
-    yield "groups of equal rewards are left out", rollouts.by_rule(rule).untrained(equal), loss
+    right = rollouts.by_rule(rule)
+    yield "groups of equal rewards are left out", right.untrained(equal), loss
+    counts = [sum(row.mask[1:]) if loss.aggregation == "token_mean" else 1 for row in right.rows]
+    larger = loss.kl_coef * sum(counts) / (sum(counts) - sum(counts[index] for index in equal))
+    yield (
+        "groups of equal rewards are not in the divisor of the KL term",
+        right,
+        replace(loss, kl_coef=larger),
+    )
 
 
 def _losses(subject: EngineUnderTest) -> list[PolicyLoss]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import cast
 
 from torch import Tensor
@@ -33,7 +34,8 @@ from core_rl_conformance.profile import NAMED_APART
 
 # Greedy, so that many answers are few sequences for the oracle.
 SHORT = replace(serving.GREEDY, max_new_tokens=2)
-LONG = replace(serving.GREEDY, max_new_tokens=24)
+LONGEST = 24
+SEEDED = replace(serving.PLAIN, seed=0)
 UPDATES, COPIES = 4, 4
 BUFFERED = "gemma4_text"
 """A family with a buffer in its files."""
@@ -101,9 +103,9 @@ async def _ask_during(
     return [response for responses in [await updating, *answered] for response in responses]
 
 
-def _again(request: LLMRequest) -> LLMRequest:
-    """The same request with a rid of its own."""
-    return LLMRequest(input_ids=request.input_ids, sampling=request.sampling)
+def _again(request: LLMRequest, tokens: int = SHORT.max_new_tokens) -> LLMRequest:
+    """The same request with a rid of its own, and a number of tokens."""
+    return LLMRequest(input_ids=request.input_ids, sampling=replace(request.sampling, max_new_tokens=tokens))
 
 
 def _distinct(responses: Sequence[LLMResponse]) -> list[LLMResponse]:
@@ -127,11 +129,11 @@ def updates_arrive_in_any_state(subject: EngineUnderTest) -> None:
 
     Any two of: each declared method; whole weights or changes of all, some, one or no tensor, in one bucket or many;
     the engine awake, asleep, paused or with requests in flight; the next version, the same label again, or an earlier
-    one; new weights, or those of before. The requests are the same each time, and one goes on after an earlier answer.
-    Answers in flight are complete, and their tokens have the version of the weights that drew them. Changes that follow
-    others come without a full update. An engine that is asleep may refuse an update by `EngineStateError`
-    or `WeightsError`, and serves the old weights under their version. So do buffers of a model whose files hold some,
-    if the engine serves it.
+    one; new weights, or those of before. The requests are the same each time, a seeded one too, and one goes on after
+    an earlier answer. Answers in flight are complete, and their tokens have the version of the weights that drew them.
+    Changes that follow others come without a full update. An engine that is asleep may refuse an update by
+    `EngineStateError` or `WeightsError`, and serves the old weights under their version. So do buffers of a model whose
+    files hold some, if the engine serves it.
 
     Why: answers and prefixes that are kept, or kept by a version's label, outlive an update (vllm #9744, NeMo-RL
     #4018); a delta that arrives asleep is lost; indices count from another tensor's start, and changes that are added
@@ -158,11 +160,11 @@ def updates_arrive_in_any_state(subject: EngineUnderTest) -> None:
     ]
     _verify_updates(subject, covering_array(options, subject.case.seed, begin=begin))
     if BUFFERED in CONFIG_MAPPING and not subject.case.target.model_dir:
-        usual |= {"state": "awake", "tensors": "all", "buckets": "one", "files": "with buffers"}
+        usual |= {"tensors": "all", "buckets": "one", "files": "with buffers"}
+        states = ["awake", *options["state"][3:]]
         rows = [
-            {**usual, "method": method, "form": form}
-            for method in options["method"]
-            for form in options["form"]
+            {**usual, "method": method, "form": form, "state": state}
+            for method, form, state in product(options["method"], options["form"], states)
         ]
         _verify_updates(subject.of(replace(subject.case, family=BUFFERED)), rows, promised=False)
 
@@ -273,6 +275,7 @@ class Updates:
         """The engine with its first weights, which has answered once."""
         data = subject.data().select(serving.FEW[:3])
         requests = serving.requests_for(data, serving.GREEDY, 20)
+        requests[-1] = replace(requests[-1], sampling=SEEDED)
         updates = Updates(subject=subject, engine=engine, truth=truth, requests=requests)
         updates._verify(truth, 0)
         return updates
@@ -303,7 +306,7 @@ class Updates:
         elif row["state"] == "awake":
             update()
         else:
-            again = [replace(_again(request), sampling=LONG) for request in self.requests * COPIES]
+            again = [_again(request, LONGEST) for request in self.requests * COPIES]
             in_pause = row["state"] == "paused"
             responses = asyncio.run(serving.meanwhile(self.engine, again, update, in_pause=in_pause))
             self._verify_meanwhile(responses, {before: old, version: new})
@@ -313,7 +316,7 @@ class Updates:
 
     def _verify_meanwhile(self, responses: Sequence[LLMResponse], sides: Mapping[int, Judged]) -> None:
         """Require complete answers, with log-probs of the weights whose version tokens carry, where these differ."""
-        short = [response for response in responses if len(response.output_ids) < LONG.max_new_tokens]
+        short = [response for response in responses if len(response.output_ids) < LONGEST]
         problem = f"{self.label}: {len(short)} of {len(responses)} answers were cut short"
         self.subject.require(not short, problem)
         if len(sides) > 1:

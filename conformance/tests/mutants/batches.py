@@ -79,6 +79,18 @@ class TrainsEqualSequencesOnce(_WithoutGradient):
         return [ids.index(part) < number for number, part in enumerate(ids)]
 
 
+@Mutant(CHECK, "a second chunk of 64 sequences that is written from the start", "scores .*sequences: 65")
+class ScoresTheFirstChunkAgain(Packed):
+    """Scores behind the 64th repeat the first ones."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
+        if output.scores is None or micro_batch.num_sequences <= 64:
+            return output
+        first = output.scores[: micro_batch.num_sequences - 64]
+        return replace(output, scores=torch.cat([output.scores[:64], first]))
+
+
 @Mutant(CHECK, "a head that a feature forgets", "scores .*shared prefixes", declared=SHARED)
 class ScoresWithoutSharing(Sharing):
     """Scores of sequences that share prefixes are those of the rows in the order of the tree."""

@@ -15,7 +15,7 @@ from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.routers import Routers, Routing
 from core_rl_conformance.profile import MOE
-from mutants.bases import TrainContext
+from mutants.bases import Packed, TrainContext
 from mutants.zoo import Mutant
 
 
@@ -108,6 +108,19 @@ def _own_gates(
     logits, gates, experts = output
     likeliest = logits.softmax(-1).topk(gates.shape[1]).values
     return logits, likeliest / likeliest.sum(-1, keepdim=True), experts
+
+
+@Mutant("I17.routing-replay", "miles #3146", "another routing of equal lengths", family=MOE)
+class ReplaysBatchFirst(Packed):
+    """Experts of sequences of one length are read as if the first tokens of all of them came first."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        lengths, count = set(micro_batch.lengths), micro_batch.num_sequences
+        if "routing" in micro_batch.tokens and len(lengths) == 1:
+            routing = micro_batch["routing"]
+            moved = routing.view(*lengths, count, *routing.shape[1:]).transpose(0, 1).reshape(routing.shape)
+            micro_batch = micro_batch.with_tokens(routing=moved)
+        return super().outputs(micro_batch, step)
 
 
 class _OwnShares(Routers):

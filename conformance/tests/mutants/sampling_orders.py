@@ -70,6 +70,16 @@ class MinPBeforeTopP(Replaced):
         order = (TemperatureLogitsWarper, TopKLogitsWarper, MinPLogitsWarper, TopPLogitsWarper)
 
 
+@Mutant(CHECK, "a kernel of top-k and top-p alone (I8)", r"with .*top_k = 5, top_p = 0.\d, min_p = 0.\d")
+class TopKAndTopPWithoutMinP(Replaced):
+    """A request with top-k and top-p is drawn without min-p."""
+
+    class sampler(GumbelSampler):  # noqa: N801
+        def __init__(self, sampling: SamplingParams, seeds: Sequence[int]) -> None:
+            both = sampling.top_k is not None and sampling.top_p < 1
+            super().__init__(replace(sampling, min_p=0.0) if both else sampling, seeds)
+
+
 class Biased(Adjustment):
     """Penalties and biases in turn."""
 
@@ -99,6 +109,16 @@ class BiasAfterTemperature(Replaced):
     class adjustment(Biased):  # noqa: N801
         def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
             return self.biased(self.penalized(input_ids, logits), self.sampling.logprob_temperature)
+
+
+@Mutant(CHECK, "SGLang #8734: a bias of the first token alone (I8)", "log-probs without logit_bias")
+class BiasesTheFirstToken(Replaced):
+    """The bias is gone after the first token of a response."""
+
+    class adjustment(Biased):  # noqa: N801
+        def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+            changed = self.penalized(input_ids, logits)
+            return changed if input_ids.shape[1] > self.start else self.biased(changed)
 
 
 @Mutant(

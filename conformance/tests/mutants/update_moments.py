@@ -67,6 +67,20 @@ class WakesWithTheAdapterBefore(WakesWithTheWeightsBefore):
     """The same for adapters."""
 
 
+@Mutant("I12.updates", "vllm #16564: buffers, which level 2 of sleep drops", "with buffers.*state: asleep")
+class WakesWithBuffersBefore(ReferenceRolloutBackend):
+    """Buffers come back from a copy that was made when the memory was released."""
+
+    def release_memory(self) -> None:
+        self._buffers = {name: value.clone() for name, value in self._model.named_buffers()}
+        super().release_memory()
+
+    def resume_memory(self) -> None:
+        super().resume_memory()
+        for name, value in self._model.named_buffers():
+            value.copy_(self._buffers[name])
+
+
 # ----------------------------------------------------------- values that repeat
 
 
@@ -76,10 +90,13 @@ class Remembers(ReferenceRolloutBackend):
     def _key(self, request: LLMRequest) -> object:
         raise NotImplementedError
 
+    def _asks_again(self, request: LLMRequest) -> bool:
+        return request.sampling.greedy
+
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         answered: dict[object, LLMResponse] = self.__dict__.setdefault("_answered", {})
         key = (request.input_ids, request.sampling, self._key(request))
-        if not request.sampling.greedy:
+        if not self._asks_again(request):
             return await super().agenerate(request)
         if key not in answered:
             answered[key] = await super().agenerate(request)
@@ -101,6 +118,14 @@ class RemembersPrompts(Remembers):
 
     def _key(self, request: LLMRequest) -> object:
         return None
+
+
+@Mutant("I12.updates", "vllm #9744: draws that a seed repeats (I12)", "after update|tokens carry")
+class RemembersSeeds(RemembersPrompts):
+    """Answers are kept by the prompt and the seed, where there is one."""
+
+    def _asks_again(self, request: LLMRequest) -> bool:
+        return request.sampling.seed is not None
 
 
 @Mutant("I12.adapter-updates", "an adapter's name that another one had (I12)", "(same|earlier)|tokens carry")

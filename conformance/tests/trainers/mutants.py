@@ -413,6 +413,13 @@ class EntropyAtOne(PlainTrainer):
         return super().entropy((log_p * self.setup.loss.temperature).log_softmax(-1))
 
 
+class EntropyAtSquare(PlainTrainer):
+    """Logits of the entropy are divided by the temperature twice."""
+
+    def entropy(self, log_p: Tensor) -> Tensor:
+        return super().entropy((log_p / self.setup.loss.temperature).log_softmax(-1))
+
+
 class DivergenceAtOne(PlainTrainer):
     """The divergence is that of the policy at temperature 1."""
 
@@ -446,6 +453,18 @@ class DropsEqualGroups(SkipsEqualGroups):
 
     def weight(self, rows: Rows, loss: PolicyLoss) -> float:
         return super().weight([(row, values) for row, values in rows if values.any()], loss)
+
+
+class DividesDivergenceByUnequalGroups(PlainTrainer):
+    """Groups of equal rewards are not in the divisor of the KL term."""
+
+    def loss_of(self, batch: Rows, loss: PolicyLoss, rows: Rows, part: Rows, clipped: list[Tensor]) -> Tensor:
+        unequal = [(row, values) for row, values in rows if values.any()]
+        self.scale = self.weight(rows, loss) / self.weight(unequal, loss)
+        return super().loss_of(batch, loss, rows, part, clipped)
+
+    def divergence(self, logprobs: Tensor, reference: Tensor, loss: PolicyLoss) -> Tensor:
+        return super().divergence(logprobs, reference, loss) * self.scale
 
 
 class SkipsZeroLoss(PlainTrainer):
@@ -530,10 +549,12 @@ MUTANTS = [
     (ClampsReference, "T2.kl", "differ"),
     (DivergenceAtOne, "T2.kl", "differ"),
     (EntropyAtOne, "T2.entropy", "the entropy is that at temperature 1"),
+    (EntropyAtSquare, "T2.entropy", "the entropy is that at temperature T times T"),
     (SkipsZeroLoss, "T4.zero-loss", "differ"),
     (SkipsCancellingAdvantages, "T4.zero-loss", "differ"),
     (SkipsEqualGroups, "T5.advantages", "differ"),
     (DropsEqualGroups, "T5.advantages", "groups of equal rewards are left out"),
+    (DividesDivergenceByUnequalGroups, "T5.advantages", "not in the divisor of the KL term"),
     (LinearDecay, "T6.steps", "the learning rate of step 3"),
     (CosineDecay, "T7.resume", "the learning rate of step 3"),
     (OneRate, "T7.resume", "the learning rate of step 3"),
