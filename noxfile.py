@@ -460,9 +460,7 @@ VERSIONS = {
 
 @nox.session
 @nox.parametrize(
-    ["python", "environment"],
-    [(values[0], name) for name, values in VERSIONS.items()],
-    ids=list(VERSIONS),
+    ["python", "environment"], [(values[0], name) for name, values in VERSIONS.items()], ids=list(VERSIONS)
 )
 def versions(session: nox.Session, environment: str) -> None:
     """Run the quick form with other versions of dependencies; `-s "versions(lowest)"` takes one, gigabytes each."""

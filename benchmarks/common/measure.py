@@ -22,13 +22,7 @@ Side = Callable[[], object]
 
 
 def compare(
-    title: str,
-    sides: Mapping[str, Side],
-    amount: int,
-    *,
-    base: str,
-    repeats: int,
-    warmup: int = 2,
+    title: str, sides: Mapping[str, Side], amount: int, *, base: str, repeats: int, warmup: int = 2
 ) -> None:
     """Time ``sides``; rank 0 prints seconds, the ``amount`` of each second, and the ratio to ``base`` in its round."""
     seconds = interleave(sides, repeats=repeats, warmup=warmup)

@@ -296,10 +296,7 @@ class EngineUnderTest:
             raise AssertionError(self.failure_message(problem))
 
     def require_error(
-        self,
-        errors: type[Exception] | tuple[type[Exception], ...],
-        act: Callable[[], object],
-        problem: str,
+        self, errors: type[Exception] | tuple[type[Exception], ...], act: Callable[[], object], problem: str
     ) -> None:
         """Raise `AssertionError` with ``problem`` unless ``act`` raises any of ``errors``."""
         try:

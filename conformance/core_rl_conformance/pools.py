@@ -63,11 +63,7 @@ class GroupPool:
         if group is None or group.spec != spec:
             self.discard(spec.name)
             group = EngineGroup(
-                spec,
-                config,
-                timeout_s=self.timeout_s,
-                threads_per_rank=1,
-                make_engine=self.make,
+                spec, config, timeout_s=self.timeout_s, threads_per_rank=1, make_engine=self.make
             )
             self._groups[spec.name] = group
             self.starting_s += group.starting_s

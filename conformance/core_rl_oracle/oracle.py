@@ -100,11 +100,7 @@ class Oracle:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        head: OracleHead = "lm",
-        adapter: LowRank | None = None,
-        vision: bool = False,
+        self, directory: Path, head: OracleHead = "lm", adapter: LowRank | None = None, vision: bool = False
     ) -> None:
         with float64_only():
             self.model = load_model(directory, head, vision, torch.float64)

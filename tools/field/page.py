@@ -11,12 +11,7 @@ from field.result import ROOT, Result, State
 PAGE = ROOT / "docs" / "field.md"
 ORDER = (State.WRONG, State.REFUSED, State.RIGHT, State.NOT_RUN)
 """A cell of several cases shows the first of these states that any has."""
-SHOWN = {
-    State.RIGHT: "right",
-    State.WRONG: "**wrong**",
-    State.REFUSED: "refused",
-    State.NOT_RUN: "not run",
-}
+SHOWN = {State.RIGHT: "right", State.WRONG: "**wrong**", State.REFUSED: "refused", State.NOT_RUN: "not run"}
 INTRODUCTION = """\
 # One check, many frameworks
 

@@ -66,10 +66,7 @@ class Caught:
 
 
 def caught(
-    group: EngineGroup,
-    meta: WeightUpdateMeta,
-    base: DeltaBase | None = None,
-    error: Exception | None = None,
+    group: EngineGroup, meta: WeightUpdateMeta, base: DeltaBase | None = None, error: Exception | None = None
 ) -> Caught:
     """The tensors that ``group`` uploads with ``meta`` to a receiver of weights ``base``, which ends with ``error``."""
     with ThreadPoolExecutor(1) as pool:

@@ -56,7 +56,7 @@ KNOWN_FAILURES: Mapping[str, tuple[Waiver, ...]] = {
             owner=OWNER,
             raises=Refused,
         ),
-    ),
+    )
 }
 """Failures without a plugin on the server. They are strict: another version has to be judged anew."""
 

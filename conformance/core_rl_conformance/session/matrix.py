@@ -240,11 +240,7 @@ def _not_supported(check: Check, target: Target, selection: Selection) -> str:
 
 
 def _not_run(
-    check: Check,
-    target: Target,
-    settings: Sequence[Setting],
-    families: Sequence[str],
-    selection: Selection,
+    check: Check, target: Target, settings: Sequence[Setting], families: Sequence[str], selection: Selection
 ) -> str:
     withheld = (target.withheld.get(name) for name in (check.identifier, *sorted(check.requires)))
     if reason := next(filter(None, withheld), ""):

@@ -80,11 +80,7 @@ def test_plain_trainer_passes(
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mutant", "identifier", "message"), MUTANTS)
 def test_trainer_mutant_dies_by_its_check(
-    expected_values: ExpectedValues,
-    mutant: type[PlainTrainer],
-    identifier: str,
-    message: str,
-    tmp_path: Path,
+    expected_values: ExpectedValues, mutant: type[PlainTrainer], identifier: str, message: str, tmp_path: Path
 ) -> None:
     spec = replace(SPEC, factory=f"{mutant.__module__}:{mutant.__name__}")
     with pytest.raises(AssertionError, match=message):

@@ -290,9 +290,7 @@ class RotaryInHalf(HalfCopies):
 
 
 def _half_positions(
-    module: nn.Module,
-    args: tuple[Tensor, ...],
-    kwargs: dict[str, Tensor],
+    module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     if args[0].dtype != torch.bfloat16:
         return args, kwargs

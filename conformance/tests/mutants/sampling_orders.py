@@ -205,9 +205,7 @@ class IgnoresSeedsInABatch(Seeded):
 
 
 @Mutant(
-    "I8.sampling",
-    "a seed that does not reach the server (I8)",
-    "the same tokens with config.seed = 1000",
+    "I8.sampling", "a seed that does not reach the server (I8)", "the same tokens with config.seed = 1000"
 )
 class DrawsByTheNumberOfTheRequest(ReferenceRolloutBackend):
     """Requests without a seed take the next one from 0 on."""

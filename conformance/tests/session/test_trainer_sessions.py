@@ -46,8 +46,7 @@ NOT_INSTALLED = replace(SPEC, package="not-installed-anywhere")
 MALFORMED_WAIVER = replace(
     SPEC,
     profile=Profile(
-        families=("llama",),
-        waivers=(Waiver(check="T9.none", reason="", owner="me", raises=AssertionError),),
+        families=("llama",), waivers=(Waiver(check="T9.none", reason="", owner="me", raises=AssertionError),)
     ),
 )
 MALFORMED = replace(

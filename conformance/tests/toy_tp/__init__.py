@@ -12,11 +12,7 @@ from core_rl_conformance.profile import Profile
 
 C = Capability
 PROFILE = Profile(
-    layouts=(
-        ParallelLayout(tp=2),
-        ParallelLayout(dp=2, tp=2),
-        ParallelLayout(tp=2, sequence_parallel=True),
-    ),
+    layouts=(ParallelLayout(tp=2), ParallelLayout(dp=2, tp=2), ParallelLayout(tp=2, sequence_parallel=True)),
     families=("qwen3", "llama", "qwen2", "gemma2"),
 )
 SPEC = EngineSpec(

@@ -46,9 +46,7 @@ class ModelLimits:
         """The limits of a model of transformers, with or without its images."""
         text = config.get_text_config()
         return ModelLimits(
-            vocab_size=text.vocab_size,
-            context_length=_context(text),
-            image_model=config if vision else None,
+            vocab_size=text.vocab_size, context_length=_context(text), image_model=config if vision else None
         )
 
 

@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.checkpoint.directory import LocalStorage, is_temporary, is_url, open_checkpoint, remove_stale
-from core_rl.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    file_names,
-    read_manifest,
-    records_of,
-    to_json,
-)
+from core_rl.checkpoint.manifest import MANIFEST, Manifest, file_names, read_manifest, records_of, to_json
 from core_rl.distributed.agreement import on_leader
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, raise_all

@@ -168,8 +168,5 @@ class PrefixTree:
             before = parents[first]  # ends a stretch with a smaller number
             paths.append((*(paths[ending[before + 1]] if before >= 0 else ()), stretch))
         return PrefixTree(
-            bounds,
-            tuple(paths),
-            torch.from_numpy(np.concatenate(kept)),
-            torch.from_numpy(rows),
+            bounds, tuple(paths), torch.from_numpy(np.concatenate(kept)), torch.from_numpy(rows)
         )

@@ -51,24 +51,14 @@ def gather_or_raise(
     return [cast("T", value) for value, _ in answers]
 
 
-def on_all(
-    comm: Comm,
-    action: Callable[[], T],
-    subject: str,
-    kind: type[CoreRLError] | None = None,
-) -> T:
+def on_all(comm: Comm, action: Callable[[], T], subject: str, kind: type[CoreRLError] | None = None) -> T:
     """``action()`` on every rank; returns this rank's own result, and raises as `gather_or_raise` does. Collective."""
     results: list[T] = []
     gather_or_raise(comm, lambda: results.append(action()), subject, kind)
     return results[0]
 
 
-def on_leader(
-    comm: Comm,
-    action: Callable[[], T],
-    subject: str,
-    kind: type[CoreRLError] | None = None,
-) -> T:
+def on_leader(comm: Comm, action: Callable[[], T], subject: str, kind: type[CoreRLError] | None = None) -> T:
     """``action()`` on rank 0 alone; every rank returns its result, or raises as `gather_or_raise` does. Collective."""
     result = on_all(comm, lambda: action() if comm.rank == 0 else None, subject, kind)
     return comm.broadcast(cast("T", result))

@@ -134,9 +134,7 @@ class TensorStore:
         placed = self._placed("master")
         selected = list(names)
         return Placements(
-            {n: placed.shapes[n] for n in selected},
-            {n: placed.boxes[n] for n in selected},
-            placed.copies,
+            {n: placed.shapes[n] for n in selected}, {n: placed.boxes[n] for n in selected}, placed.copies
         )
 
     def _factors(self) -> dict[str, Tensor]:

@@ -21,13 +21,7 @@ from core_rl.seeds import derive_seed
 from core_rl.toolkit import cuda
 from core_rl.toolkit.segments import Blocks, KernelCall, Segments
 
-__all__ = [
-    "PACKED_ATTENTION",
-    "check_heads",
-    "packed_attention",
-    "register_packed_attention",
-    "spread_heads",
-]
+__all__ = ["PACKED_ATTENTION", "check_heads", "packed_attention", "register_packed_attention", "spread_heads"]
 
 PACKED_ATTENTION = "core_rl_packed"
 """The ``attn_implementation`` of packed models. Unknown to transformers' mask interface, so no mask is built."""

@@ -45,11 +45,7 @@ def buildable_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def build_model(
-    model: ModelConfig,
-    *,
-    seed: int,
-    attn_implementation: str,
-    experts: ExpertsKernel = "eager",
+    model: ModelConfig, *, seed: int, attn_implementation: str, experts: ExpertsKernel = "eager"
 ) -> PreTrainedModel:
     """A float32 model on the CPU, in evaluation mode, the same on every rank for the same ``seed``.
 

@@ -88,10 +88,7 @@ def require_device_memory(context: BuildContext[C], model: nn.Module) -> None:
     # Experts are spread over more ranks than other weights: this is the least that a rank has.
     needed = (state.weights + state.gradients + state.moments) / context.config.layout.ep
     on_all(
-        context.world,
-        lambda: _require(needed, context.device),
-        "the engine was not built",
-        OutOfDeviceMemory,
+        context.world, lambda: _require(needed, context.device), "the engine was not built", OutOfDeviceMemory
     )
 
 

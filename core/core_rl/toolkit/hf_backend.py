@@ -190,10 +190,7 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
     """`reduce_grads` adds gradients up over ranks together up to this size, in bytes."""
 
     def adopt(
-        self,
-        model: PreTrainedModel,
-        context: BuildContext[C],
-        optimizer: torch.optim.Optimizer | None = None,
+        self, model: PreTrainedModel, context: BuildContext[C], optimizer: torch.optim.Optimizer | None = None
     ) -> None:
         """Take a model whose parameters are final (sharded, on their device); collective.
 

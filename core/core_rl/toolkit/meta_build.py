@@ -86,11 +86,7 @@ def model_on_meta(model: ModelConfig) -> PreTrainedModel:
 
 
 def build_on_meta(
-    model: ModelConfig,
-    *,
-    seed: int,
-    attn_implementation: str,
-    experts: ExpertsKernel = "eager",
+    model: ModelConfig, *, seed: int, attn_implementation: str, experts: ExpertsKernel = "eager"
 ) -> Unloaded | None:
     """The model of ``model.path`` without memory, in evaluation mode; None where `build_model` must load it.
 

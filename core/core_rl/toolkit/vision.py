@@ -79,10 +79,7 @@ def blank_image(config: PretrainedConfig) -> Media:
     if hasattr(vision, "spatial_merge_size"):
         side = vision.spatial_merge_size
         size = channels * vision.temporal_patch_size * vision.patch_size**2
-        return {
-            PIXELS: torch.zeros(side**2, size),
-            GRID: torch.tensor([[1, side, side]]),
-        }
+        return {PIXELS: torch.zeros(side**2, size), GRID: torch.tensor([[1, side, side]])}
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return {PIXELS: torch.zeros(1, channels, height, width)}

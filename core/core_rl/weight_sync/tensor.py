@@ -53,10 +53,7 @@ class TensorUpdate:
     """One update of weights through memory. Each side makes the object from the same ``meta``."""
 
     def __init__(
-        self,
-        meta: WeightUpdateMeta,
-        adapter: AdapterMetadata | None = None,
-        base: DeltaBase | None = None,
+        self, meta: WeightUpdateMeta, adapter: AdapterMetadata | None = None, base: DeltaBase | None = None
     ) -> None:
         """``adapter`` describes, at the sender by ``lora``, the adapter whose factors are sent.
 

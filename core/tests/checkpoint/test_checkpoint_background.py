@@ -24,12 +24,7 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.checkpoint import background
-from core_rl.checkpoint.background import (
-    BackgroundSave,
-    DeferredWrite,
-    Write,
-    write_in_background,
-)
+from core_rl.checkpoint.background import BackgroundSave, DeferredWrite, Write, write_in_background
 from core_rl.checkpoint.manifest import read_manifest, records_of
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm

@@ -16,15 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_support import (
-    DAMAGE,
-    hidden,
-    in_child,
-    killed_at,
-    load_text,
-    on_ranks,
-    save_text,
-)
+from checkpoint_support import DAMAGE, hidden, in_child, killed_at, load_text, on_ranks, save_text
 from safetensors import SafetensorError
 
 from core_rl.checkpoint import directory as directory_module

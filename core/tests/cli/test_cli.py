@@ -160,16 +160,7 @@ except SystemExit as end:
 found = set(sys.modules) & {heavy!r}
 print(*sorted(found), file=sys.stderr)
 """
-HEAVY = {
-    "torch",
-    "transformers",
-    "numpy",
-    "safetensors",
-    "fsspec",
-    "matplotlib",
-    "pytest",
-    "hypothesis",
-}
+HEAVY = {"torch", "transformers", "numpy", "safetensors", "fsspec", "matplotlib", "pytest", "hypothesis"}
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,7 @@ class Model(PretrainedConfig):
 
 
 GRID = Model(Vision(2))
-FIXED = {
-    "InternVL": Model(Vision(), image_seq_length=4),
-    "Gemma 3": Model(Vision(), mm_tokens_per_image=4),
-}
+FIXED = {"InternVL": Model(Vision(), image_seq_length=4), "Gemma 3": Model(Vision(), mm_tokens_per_image=4)}
 
 
 def problems(

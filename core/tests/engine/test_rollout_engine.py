@@ -397,8 +397,7 @@ def test_servers_are_launched_before_initialize(engine: InferenceEngine) -> None
 
 
 def test_cancelled_request_keeps_paused_requests_waiting(
-    engine: InferenceEngine,
-    backend: ToyBackend,
+    engine: InferenceEngine, backend: ToyBackend
 ) -> None:
     async def scene() -> LLMResponse:
         engine.pause()

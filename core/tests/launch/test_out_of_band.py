@@ -31,11 +31,7 @@ def address(part: Buffer) -> int:
     return np.frombuffer(part, dtype=np.uint8).ctypes.data
 
 
-@given(
-    st.lists(st.integers(0, 40), max_size=3),
-    st.sampled_from(DTYPES),
-    st.booleans(),
-)
+@given(st.lists(st.integers(0, 40), max_size=3), st.sampled_from(DTYPES), st.booleans())
 def test_any_tensor_comes_back_as_it_was(shape: list[int], dtype: torch.dtype, transposed: bool) -> None:
     tensor = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape).to(dtype)
     value = tensor.mT if transposed and len(shape) > 1 else tensor

@@ -71,9 +71,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Tensor]], Fak
     return install
 
 
-def test_memory_is_freed_after_finished_copies(
-    fake_device: Callable[[list[Tensor]], FakeDevice],
-) -> None:
+def test_memory_is_freed_after_finished_copies(fake_device: Callable[[list[Tensor]], FakeDevice]) -> None:
     own, copies = [torch.ones(4), torch.ones(2)], HostCopies()
     fake = fake_device(own)
     copies.take(own)

@@ -255,11 +255,7 @@ SPOILED: list[tuple[Callable[[Path], None], type[CheckpointError | WeightsError]
     ("spoil", "error", "message"), SPOILED, ids=[str(row) for row in range(len(SPOILED))]
 )
 def test_a_spoiled_adapter_is_refused_and_nothing_changes(
-    engine: TrainEngine,
-    tmp_path: Path,
-    spoil: Callable[[Path], None],
-    error: type[CoreRLError],
-    message: str,
+    engine: TrainEngine, tmp_path: Path, spoil: Callable[[Path], None], error: type[CoreRLError], message: str
 ) -> None:
     path = Path(saved(engine, tmp_path / "adapter").path)
     (path / "manifest.json").unlink()  # as peft writes it: digests would say so first

@@ -32,10 +32,7 @@ REFUSED = {
         environment((2, 27, 7)),
         r"NCCL 2\.27\.5 of the trainer and NCCL 2\.27\.7 .*nvidia-nccl",
     ),
-    "the same GPU": (
-        environment(gpus=(OWN,)),
-        rf"both on the GPU {OWN}.*'tensor'.*other devices",
-    ),
+    "the same GPU": (environment(gpus=(OWN,)), rf"both on the GPU {OWN}.*'tensor'.*other devices"),
 }
 
 
@@ -172,9 +169,7 @@ def test_memory_is_opened_where_it_is_unpickled(gpu: FakeGpu) -> None:
     assert not gpu.open
 
 
-def test_shared_buffers_avoid_expandable_segments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shared_buffers_avoid_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, local, seen = torch._C._accelerator_getAllocatorSettings, torch.empty, list[str]()
 
     def empty(*size: Any, device: torch.device, **options: Any) -> Tensor:

@@ -113,8 +113,7 @@ def test_the_metadata_of_an_adapter_arrives(tmp_path: Path, adapter: AdapterMeta
             assert adapter is not None
             adapter.require_fit(lora, lambda: "abcd")
             with pytest.raises(
-                WeightsError,
-                match=r"(?s)2 problems.*alpha is 4 at the sender and 8 here.*another base",
+                WeightsError, match=r"(?s)2 problems.*alpha is 4 at the sender and 8 here.*another base"
             ):
                 adapter.require_fit(lora.model_copy(update={"alpha": 8}), lambda: "ef")
             assert [name for bucket in received for name, _ in bucket] == ["a"]

@@ -184,10 +184,7 @@ def test_overrides_replace_fields(model_path: str) -> None:
 @pytest.mark.parametrize("kind", ["constant", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_learning_rates_equal_verl(model_path: str, kind: str, warmup: int) -> None:
-    from verl.utils.torch_functional import (
-        get_constant_schedule_with_warmup,
-        get_cosine_schedule_with_warmup,
-    )
+    from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
     from core_rl.engine.schedule import learning_rate, schedule_length
 

@@ -31,10 +31,7 @@ from core_rl_fsdp import sharding
 from core_rl_fsdp.engine import FSDPBackend
 from core_rl_fsdp.tensor_parallel import check_sequence_parallel, check_tensor_parallel
 
-LOSSES = {
-    "lm": support.LOSS,
-    "value": LossSpec(fn=support.squared_values, outputs=("values",)),
-}
+LOSSES = {"lm": support.LOSS, "value": LossSpec(fn=support.squared_values, outputs=("values",))}
 BUDGET = support.BUDGET
 MODELS = {"tiny": support.TINY, "uneven": support.UNEVEN, "gpt2": support.GPT2}
 STEPS = 50

@@ -39,9 +39,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.nightly
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("per_rank", "layout"),
-    [(1, {"dp": 2}), (2, {"dp": 2, "tp": 2})],
-    ids=["2 x 1", "2 x 2"],
+    ("per_rank", "layout"), [(1, {"dp": 2}), (2, {"dp": 2, "tp": 2})], ids=["2 x 1", "2 x 2"]
 )
 def test_torchrun_agents_train_like_a_group(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_rank: int, layout: dict[str, int]

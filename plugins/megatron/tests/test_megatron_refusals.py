@@ -13,13 +13,7 @@ import megatron_support as support
 import pytest
 from transformers import AutoConfig
 
-from core_rl.errors import (
-    ConfigError,
-    CoreRLError,
-    LayoutError,
-    UnsupportedCapability,
-    UnsupportedPackage,
-)
+from core_rl.errors import ConfigError, CoreRLError, LayoutError, UnsupportedCapability, UnsupportedPackage
 from core_rl.registry.packages import refuse_packages
 from core_rl_megatron import SPEC
 from core_rl_megatron.config import MegatronConfig
@@ -117,11 +111,7 @@ REFUSED_BY_THE_ENGINE: list[tuple[dict[str, Any], type[CoreRLError], str]] = [
         UnsupportedCapability,
         "has 'aux_loss' only where .* set it to 0, or layout.pp to 1",
     ),
-    (
-        {"frozen": ["*.layers.0.self_attn.q_proj.*"]},
-        ConfigError,
-        "freeze all of these or none",
-    ),
+    ({"frozen": ["*.layers.0.self_attn.q_proj.*"]}, ConfigError, "freeze all of these or none"),
     (
         {"model": support.MOE, "lora": {"rank": 2, "target_modules": ["gate_proj"]}},
         ConfigError,

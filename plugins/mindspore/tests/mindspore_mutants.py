@@ -153,9 +153,7 @@ class SortedSequences(MindSporeBackend):
             layer.attention.construct = _sorting(layer.attention.construct)
 
 
-def _sorting(
-    construct: Callable[[Tensor, PackedTokens], Tensor],
-) -> Callable[[Tensor, PackedTokens], Tensor]:
+def _sorting(construct: Callable[[Tensor, PackedTokens], Tensor]) -> Callable[[Tensor, PackedTokens], Tensor]:
     def constructed(x: Tensor, tokens: PackedTokens) -> Tensor:
         return construct(x, replace(tokens, places=Tensor(np.sort(tokens.places.asnumpy()))))
 

@@ -88,11 +88,7 @@ def test_refused_adapter_changes_nothing(adapted: InferenceEngine, root: Path, t
     give(adapted, served, 6, tmp_path)
     address = backend_of(adapted).servers[0].address
     second = build(
-        tiny_model(root),
-        lora={**ADAPTERS, "rank": 5},
-        addresses=(address,),
-        take_over=True,
-        api_key=API_KEY,
+        tiny_model(root), lora={**ADAPTERS, "rank": 5}, addresses=(address,), take_over=True, api_key=API_KEY
     )
     second.initialize()
     try:

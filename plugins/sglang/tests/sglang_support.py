@@ -11,12 +11,7 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from server_stub import (
-    ServerStub,
-    connected_to,
-    engine_of,
-    running,
-)
+from server_stub import ServerStub, connected_to, engine_of, running
 from torch import Tensor
 
 from core_rl.engine.inference import InferenceEngine

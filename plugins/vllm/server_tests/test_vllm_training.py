@@ -14,12 +14,7 @@ from vllm_support import backend_of, build, tiny_model
 from core_rl.engine.inference import InferenceEngine
 
 STEPS, GROUP = 3, 3
-ASYNCHRONOUS = {
-    "group_size": GROUP,
-    "max_new_tokens": 16,
-    "max_head_offpolicyness": 1,
-    "sync": "distributed",
-}
+ASYNCHRONOUS = {"group_size": GROUP, "max_new_tokens": 16, "max_head_offpolicyness": 1, "sync": "distributed"}
 
 
 @pytest.fixture

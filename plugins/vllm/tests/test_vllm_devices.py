@@ -49,12 +49,7 @@ def config(model: str, **fields: Any) -> VllmConfig:
     [
         ({}, 0, "GPU-a,GPU-b,GPU-c,GPU-d", {"--tensor-parallel-size": "1"}),
         ({"layout": {"dp": 3}}, 2, "GPU-c,GPU-a,GPU-b,GPU-d", {}),
-        (
-            {"layout": {"dp": 2, "tp": 2}},
-            1,
-            "GPU-c,GPU-d,GPU-a,GPU-b",
-            {"--tensor-parallel-size": "2"},
-        ),
+        ({"layout": {"dp": 2, "tp": 2}}, 1, "GPU-c,GPU-d,GPU-a,GPU-b", {"--tensor-parallel-size": "2"}),
         ({"layout": {"tp": 2}, "devices": [3, 1]}, 0, "GPU-d,GPU-b,GPU-a,GPU-c", {}),
         (
             {"options": {"memory_fraction": 0.4}},

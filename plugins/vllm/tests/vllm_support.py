@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from server_stub import (
-    ServerStub,
-    connected_to,
-    engine_of,
-    running,
-)
+from server_stub import ServerStub, connected_to, engine_of, running
 
 from core_rl.engine.inference import InferenceEngine
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel

@@ -55,11 +55,7 @@ def plain_rloo(reward: float, peers: Sequence[float]) -> float:
 
 @pytest.mark.parametrize(
     ("rule", "plain"),
-    [
-        (grpo_advantages, plain_grpo),
-        (dr_grpo_advantages, plain_dr_grpo),
-        (rloo_advantages, plain_rloo),
-    ],
+    [(grpo_advantages, plain_grpo), (dr_grpo_advantages, plain_dr_grpo), (rloo_advantages, plain_rloo)],
     ids=["grpo", "dr_grpo", "rloo"],
 )
 @settings(max_examples=50)

@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.comm import Comm
-from core_rl_trainer.algorithms.off_policy import (
-    Correction,
-    Decoupled,
-    Masked,
-    Truncated,
-    importance_metrics,
-)
+from core_rl_trainer.algorithms.off_policy import Correction, Decoupled, Masked, Truncated, importance_metrics
 
 CORRECTIONS = [
     Decoupled(),

@@ -145,15 +145,7 @@ def test_a_missing_recipe_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no_such_recipe.yaml" in capsys.readouterr().err
 
 
-HEAVY = {
-    "torch",
-    "transformers",
-    "numpy",
-    "pydantic",
-    "tensorboard",
-    "safetensors",
-    "matplotlib",
-}
+HEAVY = {"torch", "transformers", "numpy", "pydantic", "tensorboard", "safetensors", "matplotlib"}
 
 
 @pytest.mark.parametrize(

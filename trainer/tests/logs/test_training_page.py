@@ -26,13 +26,7 @@ from core_rl.pages import POINTS, Chart
 from core_rl.registry.engines import get_spec
 from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.logs.page import RunPage, charts_of
-from core_rl_trainer.logs.samples import (
-    SHOWN,
-    ExampleSample,
-    RolloutSample,
-    example_samples,
-    rollout_samples,
-)
+from core_rl_trainer.logs.samples import SHOWN, ExampleSample, RolloutSample, example_samples, rollout_samples
 from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.plan.slots import describe_ranks
 from core_rl_trainer.recipe.recipe import Recipe
@@ -150,13 +144,7 @@ def _inside(chart: Chart) -> bool:
 
 
 @settings(max_examples=60)
-@given(
-    st.lists(
-        st.one_of(st.none(), st.floats(), st.floats(-9, 9)),
-        min_size=1,
-        max_size=POINTS * 3,
-    )
-)
+@given(st.lists(st.one_of(st.none(), st.floats(), st.floats(-9, 9)), min_size=1, max_size=POINTS * 3))
 def test_every_value_is_inside_its_axes(values: list[float | None]) -> None:
     rows: list[Row] = [{"step": step, "reward": value} for step, value in enumerate(values)]
     finite = [value for value in values if value is not None and math.isfinite(value)]

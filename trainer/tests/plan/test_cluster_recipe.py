@@ -135,12 +135,7 @@ def test_the_plan_shows_cluster_and_machines(start: Path, tmp_path: Path) -> Non
     ("scheduling", "changes", "resources", "env"),
     [
         ({}, {}, {"CPU": 4}, {}),  # two ranks of the actor and of its reference
-        (
-            {},
-            {"placement": {"reference": {"machines": [1]}}, "engines": HALF},
-            {"CPU": 2},
-            {},
-        ),
+        ({}, {"placement": {"reference": {"machines": [1]}}, "engines": HALF}, {"CPU": 2}, {}),
         ({"cpu": 9, "gpu": 0, "memory_mib": 2}, {}, {"CPU": 9, "GPU": 0, "memory": 2 * 2**20}, {}),
         ({"resources": {"H100": 0.1}, "env": {"A": "b"}}, {}, {"CPU": 4, "H100": 0.1}, {"A": "b"}),
     ],

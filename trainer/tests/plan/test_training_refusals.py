@@ -47,11 +47,7 @@ def few_embeddings(config: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
 def test_models_without_log_probs_of_all_tokens(
-    start: Path,
-    tmp_path: Path,
-    change: Callable[[dict[str, Any]], None],
-    message: str,
-    algorithm: str,
+    start: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str, algorithm: str
 ) -> None:
     model = tmp_path / "model"
     _link(start, model)

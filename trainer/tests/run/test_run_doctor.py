@@ -28,12 +28,7 @@ def off(records: list[logging.LogRecord]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"model": {"lora": {"rank": 2, "alpha": 4}}},
-        {"rollout": {"temperature": 0.7}},
-    ],
+    "changes", [{}, {"model": {"lora": {"rank": 2, "alpha": 4}}}, {"rollout": {"temperature": 0.7}}]
 )
 def test_right_engines_are_within_rounding(
     changes: dict[str, Any], start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

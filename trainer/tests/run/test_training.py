@@ -87,14 +87,8 @@ def test_a_wrong_recipe_names_field_value_and_fix(
     ("overrides", "message"),
     [
         (["engine=referense"], "Did you mean 'reference'"),
-        (
-            ["engine=reference-rollout"],
-            "engine = 'reference-rollout': this engine is for inference",
-        ),
-        (
-            ["rollout.engine=reference"],
-            "rollout.engine = 'reference': this engine is for train",
-        ),
+        (["engine=reference-rollout"], "engine = 'reference-rollout': this engine is for inference"),
+        (["rollout.engine=reference"], "rollout.engine = 'reference': this engine is for train"),
         (["engines.reference.layuot.dp=2"], "engine 'reference': unknown field 'layuot'"),
         (["algorithm.type=grop"], "no interface 'grop'; did you mean 'grpo'"),
         (["algorithm.args.clip=0.1"], "unknown field 'clip'"),

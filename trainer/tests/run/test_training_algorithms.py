@@ -303,10 +303,7 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
             {"engines": {"reference-rollout": {"max_head_offpolicyness": 2}}},
             "engines.reference-rollout: max_head_offpolicyness follows from the section",
         ),
-        (
-            {"rollout": {"sync": "lora"}},
-            "rollout.sync = 'lora' sends an adapter, and model.lora is not set",
-        ),
+        ({"rollout": {"sync": "lora"}}, "rollout.sync = 'lora' sends an adapter, and model.lora is not set"),
     ],
 )
 def test_conflicting_settings_are_named_early(

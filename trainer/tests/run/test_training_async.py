@@ -137,10 +137,7 @@ def check_history(trained: list[tuple[int, list[int]]], output: Path) -> None:
 
 @pytest.mark.parametrize("stop_at", [3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_an_interrupted_asynchronous_run_loses_no_prompt(
-    recipe: Path,
-    trained: list[tuple[int, list[int]]],
-    monkeypatch: pytest.MonkeyPatch,
-    stop_at: int,
+    recipe: Path, trained: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch, stop_at: int
 ) -> None:
     publish = OnlineLearner.sync
 

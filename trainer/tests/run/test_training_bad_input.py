@@ -144,11 +144,7 @@ LONG = {"prompt": "1+" * 20 + "=", "answer": 20}
             "train",
             "rows.jsonl: line 1: .*no chat template, and the data has chat messages; add a chat_template",
         ),
-        (
-            (LONG,),
-            "eval",
-            r"rows.jsonl: line 1 has 42 tokens, longer than the 28 tokens",
-        ),
+        ((LONG,), "eval", r"rows.jsonl: line 1 has 42 tokens, longer than the 28 tokens"),
         (({"question": "1+1="},), "eval", "rows.jsonl: line 1 needs a text 'prompt'"),
         ((), "train", "rows.jsonl has no prompts"),
     ],

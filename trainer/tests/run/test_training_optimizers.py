@@ -13,10 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SCHEDULE = "def warmed(step, total):\n    return min(1.0, (step + 1) / 2) * (1 - step / (2 * total))\n"
-ENGINES: dict[str, dict[str, Any]] = {
-    "reference": {},
-    "fsdp": {"engines": {"fsdp": {"layout": {"dp": 2}}}},
-}
+ENGINES: dict[str, dict[str, Any]] = {"reference": {}, "fsdp": {"engines": {"fsdp": {"layout": {"dp": 2}}}}}
 
 
 @pytest.fixture(scope="module")

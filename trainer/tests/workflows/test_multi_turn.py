@@ -25,12 +25,7 @@ from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards
 from core_rl_trainer.workflows.episodes import MultiTurnWorkflow
-from core_rl_trainer.workflows.user_code import (
-    LoadedCode,
-    check_environment,
-    load_user_code,
-    open_user_code,
-)
+from core_rl_trainer.workflows.user_code import LoadedCode, check_environment, load_user_code, open_user_code
 
 STOP = 9
 

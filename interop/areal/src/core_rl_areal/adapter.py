@@ -13,13 +13,7 @@ from typing import Any
 import torch
 import torch.distributed
 from areal.api import FinetuneSpec, SaveLoadMeta
-from areal.api.cli_args import (
-    MicroBatchSpec,
-    NormConfig,
-    OptimizerConfig,
-    PPOActorConfig,
-    TrainEngineConfig,
-)
+from areal.api.cli_args import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from areal.engine.fsdp_engine import FSDPLMEngine, FSDPPPOActor
 from safetensors.torch import load_file
 from tokenizers import Tokenizer

@@ -70,10 +70,7 @@ REWARD_WAIVERS = (
 )
 
 trainer = partial(
-    TrainerSpec,
-    schedules=frozenset({"constant", "linear", "cosine"}),
-    warmup_from_zero=True,
-    package="trl",
+    TrainerSpec, schedules=frozenset({"constant", "linear", "cosine"}), warmup_from_zero=True, package="trl"
 )
 SFT = trainer(
     name="trl-sft",

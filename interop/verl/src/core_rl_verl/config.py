@@ -16,12 +16,7 @@ from core_rl_conformance.profile import laid_over
 
 PREFIX = "core_rl_"
 """Of a strategy: ``core_rl_fsdp`` is the engine ``fsdp``."""
-DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-}
+DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 # Fields of verl with the values that an engine of core-rl computes; any other is an error. Fields that name kernels of
 # verl's own head (chunks of the entropy, its torch.compile) have no effect on results and are not read.
 ENGINE_VALUES: Mapping[str, tuple[Any, ...]] = {

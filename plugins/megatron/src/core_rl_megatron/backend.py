@@ -95,11 +95,7 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
                 )
         self.buckets = Buckets(self.wrapped)
         self._state = MegatronState(
-            tensors,
-            self.model.boxes,
-            self.optimizer,
-            context.world,
-            copies=not config.holds_compute_dtype,
+            tensors, self.model.boxes, self.optimizer, context.world, copies=not config.holds_compute_dtype
         )
         self.schedule = Schedule(context, self.model, self.wrapped)
         on_all(

@@ -219,12 +219,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
 
 def build_chunk(
-    config: TransformerConfig,
-    model: PreTrainedModel,
-    head: Head,
-    virtual_stage: int | None,
-    *,
-    grouped: bool,
+    config: TransformerConfig, model: PreTrainedModel, head: Head, virtual_stage: int | None, *, grouped: bool
 ) -> PackedGPT:
     """The layers of ``model`` that one (virtual) stage has, uninitialised, in float32; experts ``grouped`` or apart.
 

@@ -144,10 +144,7 @@ class MegatronRngState:
     def __init__(self, seed: int, data_parallel_rank: int) -> None:
         # Megatron itself draws the same numbers on all data and context parallel ranks.
         seed = derive_seed(
-            seed,
-            data_parallel_rank,
-            mpu.get_context_parallel_rank(),
-            mpu.get_pipeline_model_parallel_rank(),
+            seed, data_parallel_rank, mpu.get_context_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
         )
         # Offsets as in Megatron's model_parallel_cuda_manual_seed, which would also seed the global generator.
         tensor_seed = seed + 2718 + mpu.get_tensor_model_parallel_rank()

@@ -94,11 +94,7 @@ class SGLangServer(Server):
         # One for each rank: opening a name, or memory of a GPU, releases a reference that pickling has taken.
         flats: Sequence[Tensor | Opened] = list(map(Opened, memory)) or [flat_bytes(bucket)] * self.ranks
         payloads = [base64.b64encode(flattened_bucket(bucket, flat)).decode() for flat in flats]
-        body = {
-            "serialized_named_tensors": payloads,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
+        body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
         await self.post("/update_weights_from_tensor", body)
 
     async def join(self, group: GroupAddress, rank: int) -> None:

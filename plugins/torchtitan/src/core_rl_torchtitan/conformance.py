@@ -13,11 +13,7 @@ dense = partial(Setting, families=DENSE)
 experts = partial(Setting, families=(MOE,), expert_multiple=2)
 
 PROFILE = Profile(
-    layouts=(
-        ParallelLayout(dp=1),
-        ParallelLayout(dp=2),
-        ParallelLayout(cp=2),
-    ),
+    layouts=(ParallelLayout(dp=1), ParallelLayout(dp=2), ParallelLayout(cp=2)),
     settings=(
         dense(layout=ParallelLayout(tp=2)),
         dense(layout=ParallelLayout(tp=2, sequence_parallel=True)),

@@ -61,8 +61,7 @@ class VllmServer(Server):
         # The first response takes seconds. A launched server has the arguments of this engine.
         config = None if self.start else await self.api.get("/server_info?config_format=json", INFO_TIMEOUT_S)
         with readable(
-            [weights, size, models, release, config],
-            f"{self.address} is no vLLM server: it sent something",
+            [weights, size, models, release, config], f"{self.address} is no vLLM server: it sent something"
         ):
             device = "cpu" if self.cuda() is None else "cuda"
             if config:

@@ -27,10 +27,7 @@ class VllmWire(Wire):
     rid = "request_id"
 
     def generation(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
-        return {
-            "token_ids": list(request.input_ids),
-            "sampling_params": _sampling(request.sampling, eos),
-        }
+        return {"token_ids": list(request.input_ids), "sampling_params": _sampling(request.sampling, eos)}
 
     def adapter_fields(self, name: str | None) -> dict[str, str]:
         return {} if name is None else {"model": name}

@@ -99,9 +99,7 @@ class Masked(Correction):
 
 
 CorrectionConfig = Annotated[
-    Decoupled | Truncated | Masked,
-    Field(discriminator="type"),
-    BeforeValidator(named_or_fields),
+    Decoupled | Truncated | Masked, Field(discriminator="type"), BeforeValidator(named_or_fields)
 ]
 """A name, or its settings with the name as ``type``."""
 

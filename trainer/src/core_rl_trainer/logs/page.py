@@ -34,10 +34,7 @@ FIRST_OF_ROLLOUTS: Groups = (
     ("Terms of the reward", ("reward/*", "eval_reward/*")),
     ("KL of the step's updates", ("approx_kl",)),
 )
-FIRST_OF_DATA: Groups = (
-    ("Loss", ("loss", "eval_loss")),
-    ("Accuracy", ("accuracy", "eval_accuracy")),
-)
+FIRST_OF_DATA: Groups = (("Loss", ("loss", "eval_loss")), ("Accuracy", ("accuracy", "eval_accuracy")))
 MAIN: Groups = (
     ("Share of clipped tokens", ("clip_fraction",)),
     ("Entropy", ("entropy", "entropy_estimate")),
@@ -95,11 +92,7 @@ class RunPage:
         self._machine = describe_machine(packages)
         self._recipe_text = yaml.safe_dump(dict(recipe), sort_keys=False)
         self._environment = page_environment(TEMPLATES)
-        self._environment.filters |= {
-            "number": _number,
-            "shortened": _shortened,
-            "embedded": _embedded,
-        }
+        self._environment.filters |= {"number": _number, "shortened": _shortened, "embedded": _embedded}
 
     def render(
         self,

@@ -53,12 +53,7 @@ from core_rl_trainer.plan.engines import (
     require_trainer_capabilities,
     trained_engine,
 )
-from core_rl_trainer.plan.online_checks import (
-    check_algorithm,
-    check_filter,
-    check_sampling,
-    check_token_ids,
-)
+from core_rl_trainer.plan.online_checks import check_algorithm, check_filter, check_sampling, check_token_ids
 from core_rl_trainer.plan.run_plan import EnginePlan, RunFiles, RunPlan, Schedule, Workload
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.rollout import RolloutSection

@@ -150,10 +150,7 @@ def plan_online_engines(
         engines,
         section,
         served,
-        {
-            "devices": () if on_machines else placement.devices("rollout") or (),
-            "shares_devices": shares,
-        },
+        {"devices": () if on_machines else placement.devices("rollout") or (), "shares_devices": shares},
     )
     alternates = colocated and shares and spec.supports(Capability.RELEASE_MEMORY)
     placed = servers if placement.rollout is not None else ()

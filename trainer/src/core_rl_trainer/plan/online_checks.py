@@ -113,12 +113,7 @@ def check_sampling(rollout: RolloutSection) -> None:
 
 
 def check_algorithm(
-    name: str,
-    algorithm: ModelInterface[Config],
-    *,
-    has_critic: bool,
-    has_reward_model: bool,
-    group_size: int,
+    name: str, algorithm: ModelInterface[Config], *, has_critic: bool, has_reward_model: bool, group_size: int
 ) -> None:
     """Raise `ConfigError` where the algorithm and the sections of the recipe do not match."""
     fields = algorithm.wanted_fields

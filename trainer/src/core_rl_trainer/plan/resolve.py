@@ -11,12 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core_rl.checkpoint.model_files import (
-    WeightFiles,
-    check_weight_files,
-    git_lfs_pointers,
-    no_weights,
-)
+from core_rl.checkpoint.model_files import WeightFiles, check_weight_files, git_lfs_pointers, no_weights
 from core_rl.config.engine import MOMENT_BYTES, OptimizerConfig
 from core_rl.config.secret import unset_references
 from core_rl.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, raise_all

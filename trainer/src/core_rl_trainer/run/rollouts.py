@@ -21,11 +21,7 @@ from core_rl_trainer.data.plain import NUMBER
 from core_rl_trainer.logs.samples import Evaluation, rollout_samples
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.terms import reward_metrics
-from core_rl_trainer.workflows.episodes import (
-    GreedyBaselineWorkflow,
-    MultiTurnWorkflow,
-    SingleTurnWorkflow,
-)
+from core_rl_trainer.workflows.episodes import GreedyBaselineWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
 from core_rl_trainer.workflows.user_code import UserCode
 
 if TYPE_CHECKING:

@@ -97,11 +97,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_plan(
-    plan: RunPlan,
-    added: Sequence[Callback],
-    console: Console,
-    signals: StopSignals,
-    log: TerminalLog,
+    plan: RunPlan, added: Sequence[Callback], console: Console, signals: StopSignals, log: TerminalLog
 ) -> dict[str, Any]:
     """Run ``plan``; return the result as plain values. See `core_rl_trainer.api.train`."""
     callbacks = Callbacks(plan.recipe, added)

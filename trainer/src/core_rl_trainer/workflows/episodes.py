@@ -14,12 +14,7 @@ import torch
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.errors import ConfigError, RolloutError, raise_all
-from core_rl.rollout.workflow import (
-    RolloutWorkflow,
-    TokenGenerator,
-    Transcript,
-    generate_whole,
-)
+from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator, Transcript, generate_whole
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.kinds import media_of
 from core_rl_trainer.data.plain import shown

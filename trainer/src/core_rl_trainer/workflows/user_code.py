@@ -160,10 +160,7 @@ def open_user_code(
             if reward_processes and not isinstance(function, HttpReward):
                 assert reward_timeout_s is not None  # the recipe requires both
                 process = ProcessReward(
-                    NamedReward(name),
-                    processes=reward_processes,
-                    timeout_s=reward_timeout_s,
-                    batched=batched,
+                    NamedReward(name), processes=reward_processes, timeout_s=reward_timeout_s, batched=batched
                 )
                 opened[name, batched] = _OnLoop(as_text(stack.enter_context(process)), None, threads)
             else:

@@ -48,11 +48,7 @@ class Group:
         self._device = torch.device("cpu") if address.backend == "gloo" else device
         limit, rank = timedelta(seconds=BROADCAST_S), address.rank_offset + rank
         store: Store = TCPStore(
-            address.host,
-            address.port,
-            address.world_size,
-            is_master=False,
-            timeout=timedelta(seconds=JOIN_S),
+            address.host, address.port, address.world_size, is_master=False, timeout=timedelta(seconds=JOIN_S)
         )
         for prefix in (address.name, f"{address.name}/", f"{self._device.type}/"):
             store = PrefixStore(prefix, store)
