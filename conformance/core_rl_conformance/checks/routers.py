@@ -169,8 +169,8 @@ def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
     equal = Ragged(tuple(row.after(len(row.ids) - EQUAL) for row in texts))
     of_equal = group.forward(equal.batch(), ONE_PASS, ("routing",)).routing
     for end, part, chosen, cut in (
-        ("", data, recorded, BUDGET),
         (" of equal lengths", equal, of_equal, ONE_PASS),
+        ("", data, recorded, BUDGET),
     ):
         second, label = _routed(part, _moved(chosen, model)), f"with another routing{end}"
         subject.verify_logprobs(label, group, model, second, cut)
