@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.hints.diagnose import LOOKS_LIKE
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising, most_surprising_bet
 from core_rl_conformance.procedures.serving import (
@@ -72,12 +74,21 @@ def drawn_by(
 
 
 def verify_first_tokens(
-    subject: EngineUnderTest, how: str, responses: Sequence[LLMResponse], row: Tensor
+    subject: EngineUnderTest,
+    how: str,
+    responses: Sequence[LLMResponse],
+    row: Tensor,
+    mistakes: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Require that the first tokens of answers to one prompt follow the log-probs ``row [V]``."""
+    """Require that the first tokens of answers to one prompt follow the log-probs ``row [V]``.
+
+    A failure names the one of ``mistakes``, by their sentences, whose log-probs they follow.
+    """
     drawn = [response.output_ids[0] for response in responses]
     surprise = most_surprising(drawn, row)
     hint = "; all of them are equal: do requests share a seed?" if len(set(drawn)) == 1 else ""
+    for sentence, wrong in mistakes.items():
+        hint += f"\n{LOOKS_LIKE}{sentence}" * (most_surprising(drawn, wrong).tail > FALSE_ALARMS)
     subject.require(surprise.tail > FALSE_ALARMS, f"{how}: {surprise}{hint}")
 
 

@@ -21,7 +21,7 @@ from core_rl.errors import UnsupportedCapability
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.sampling import DRAWS, ONE, Prompts, end_of, verify_first_tokens, write_texts
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
+from core_rl_conformance.hints.diagnose import LOOKS_LIKE, compare_tokens, explain_tokens
 from core_rl_conformance.inputs.covering import PAIRS, Combination, covering_array, shrink
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising_bet
 from core_rl_conformance.procedures.serving import (
@@ -64,6 +64,8 @@ MASKS = {
     ("stop", "a text across tokens"),
 }
 """Values with which others have no effect, or a small one: pairs of the others occur without these."""
+CUTS = ("top_k", "top_p", "min_p")
+LOST = "{} has no effect"
 CHANGES = ("presence_penalty", "repetition_penalty", "logit_bias")
 """Options that change logits."""
 NEEDS = {name: Capability(name) for name in ("min_p", *CHANGES)} | {"stop": Capability.STOP_STRINGS}
@@ -100,7 +102,14 @@ def _verify_cuts(subject: EngineUnderTest, prompts: Prompts, top_k: int | None) 
     if subject.spec.supports(Capability.TOP_LOGPROBS):
         # The rows are the engine's own in a smaller dtype.
         margin = min(margin, OWN_MARGIN)
-    most, label, prompt, sampling, left = 0.0, "", prompts.ids[0], ONE, prompts.rows[0]
+    most, label, prompt, sampling, left, mistake = (
+        0.0,
+        "",
+        prompts.ids[0],
+        ONE,
+        prompts.rows[0],
+        prompts.rows[0],
+    )
     grid = product((0.6, 1.0, 1.7, 2.0), (0.5, 0.6, 0.7, 0.8, 0.9), (0.1, 0.2, 0.3, 0.4))
     for temperature, top_p, min_p in grid:
         one = replace(ONE, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -112,13 +121,20 @@ def _verify_cuts(subject: EngineUnderTest, prompts: Prompts, top_k: int | None) 
         lost = (right.exp() - wrong.exp()).clamp(min=0).sum(-1) * clear_of_cut(rows, one, margin)
         at = int(lost.argmax())
         if lost[at] > most:
-            most, prompt, sampling, left = float(lost[at]), prompts.ids[at], one, right[at]
+            most, prompt, sampling, left, mistake = (
+                float(lost[at]),
+                prompts.ids[at],
+                one,
+                right[at],
+                wrong[at],
+            )
             cuts = f"top_k = {top_k}, " * (top_k is not None) + f"top_p = {top_p}, min_p = {min_p}"
             label = f"with temperature = {temperature}, {cuts}"
     requests = [LLMRequest(input_ids=prompt, sampling=sampling) for _ in range(DRAWS if most else 0)]
     drawn = [answer for answer in _ask(subject.serve(model), requests) if answer is not None]
     if drawn:
-        verify_first_tokens(subject, label, drawn, left)
+        sentence = "min_p cuts before top_p" if top_k is None else LOST.format("min_p")
+        verify_first_tokens(subject, label, drawn, left, {sentence: mistake})
 
 
 @check("I8.sampling-threes", kind="inference", each="engine", quick=False)
@@ -321,11 +337,18 @@ class _Row:
         for response, rows in zip(self.all, full, strict=True):
             left = left_by_cut(rows, sampling, margin).isfinite()
             for place, token in enumerate(response.output_ids):
-                subject.require(
-                    bool(left[place, token]),
-                    f"{label}, token {token} was drawn at place {place} of an answer; only {int(left[place].sum())} "
-                    "other tokens are left",
-                )
+                if not left[place, token]:
+                    problem = f"{label}, token {token} was drawn at place {place} of an answer; only "
+                    problem += f"{int(left[place].sum())} other tokens are left"
+                    subject.require(False, "\n".join([problem, *self._lost_cuts(full, margin)]))
+
+    def _lost_cuts(self, full: Sequence[Tensor], margin: float) -> Iterator[str]:
+        """A line for each cut without which all tokens may be drawn."""
+        for name in CUTS:
+            one = replace(self.sampling, **{name: getattr(ONE, name)})
+            values = self._at([left_by_cut(rows, one, margin) for rows in full])
+            if one != self.sampling and all(bool(part.isfinite().all()) for part in values):
+                yield LOOKS_LIKE + LOST.format(name)
 
     def _verify_streams(self, subject: EngineUnderTest, chances: Sequence[float], *, has_seeds: bool) -> None:
         """Require equal answers of equal seeds, and others of other streams; ``chances`` are logs of probabilities."""

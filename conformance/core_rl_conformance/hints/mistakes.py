@@ -128,6 +128,8 @@ def _mistakes(steps: Steps[AdamW], ranks: int) -> Iterator[tuple[str, Steps[Adam
     if len(set(rates)) > 1:
         late = replace(steps, rates=[*rates[:1], *rates[:-1]])
         yield "each step has the learning rate of the step before", late
+        constant = replace(steps, rates=[config.lr] * len(rates))
+        yield "each step has the learning rate of the config, without its schedule", constant
     for factor in dict.fromkeys((2.0, 0.5, float(ranks), 1.0 / ranks)):
         if factor != 1.0:
             scaled = [{name: factor * value for name, value in grads.items()} for grads in steps.grads]

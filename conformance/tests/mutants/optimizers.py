@@ -43,6 +43,9 @@ class ClipsByTheStepBefore(ReferenceBackend):
 class HeadHasALearningRateOfItsOwn(ReferenceBackend):
     """The scalar head learns ten times as fast."""
 
+    def _factor(self, lr: float) -> float:
+        return 10.0
+
     def step(self, scale: float, lr: float, count: int) -> None:
         if self.context.config.model.head == "lm":
             return super().step(scale, lr, count)
@@ -50,8 +53,18 @@ class HeadHasALearningRateOfItsOwn(ReferenceBackend):
         before = head.detach().clone()
         super().step(scale, lr, count)
         with torch.no_grad():
-            head.add_(head - before, alpha=9.0)
+            head.add_(head - before, alpha=self._factor(lr) - 1)
         return None
+
+
+@Mutant("I20.adamw-value-head", "NeMo-RL #2530", "learning rate of the config, without its schedule")
+class HeadHasNoSchedule(HeadHasALearningRateOfItsOwn):
+    """The scalar head has the learning rate of the config in each step."""
+
+    def _factor(self, lr: float) -> float:
+        optimizer = self.context.config.optimizer
+        assert optimizer is not None
+        return optimizer.lr / lr
 
 
 @Mutant("I20.frozen", "frozen parameters", "gradients are not clipped")

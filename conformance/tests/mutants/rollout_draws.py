@@ -78,7 +78,7 @@ class TopPOfTheGenerationConfig(Sampling):
         return replace(sampling, top_p=0.8 if sampling.top_p == 1 else sampling.top_p)
 
 
-@Mutant("I8.sampling-pairs", "parameters that never arrive (I8)", "with .*top_k = .* other tokens are left")
+@Mutant("I8.sampling-pairs", "parameters that never arrive (I8)", "top_k has no effect")
 class IgnoresTopK(Sampling):
     """``top_k`` is not passed on."""
 
@@ -86,7 +86,7 @@ class IgnoresTopK(Sampling):
         return replace(sampling, top_k=None)
 
 
-@Mutant("I8.sampling-pairs", "a field under another name (I8)", "with .*min_p = .* other tokens are left")
+@Mutant("I8.sampling-pairs", "a field under another name (I8)", "min_p has no effect")
 class IgnoresMinP(Sampling):
     """``min_p`` is not passed on."""
 

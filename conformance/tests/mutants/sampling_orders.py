@@ -62,7 +62,7 @@ class MinPBeforeTemperature(Replaced):
         order = (MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 
-@Mutant(CHECK, "the order of top-p and min-p (I8)", r"with .*top_p = 0.\d, min_p = 0.\d")
+@Mutant(CHECK, "the order of top-p and min-p (I8)", "min_p cuts before top_p")
 class MinPBeforeTopP(Replaced):
     """Top-p counts what min-p has left."""
 
@@ -70,7 +70,7 @@ class MinPBeforeTopP(Replaced):
         order = (TemperatureLogitsWarper, TopKLogitsWarper, MinPLogitsWarper, TopPLogitsWarper)
 
 
-@Mutant(CHECK, "a kernel of top-k and top-p alone (I8)", r"with .*top_k = 5, top_p = 0.\d, min_p = 0.\d")
+@Mutant(CHECK, "a kernel of top-k and top-p alone (I8)", "min_p has no effect")
 class TopKAndTopPWithoutMinP(Replaced):
     """A request with top-k and top-p is drawn without min-p."""
 
