@@ -82,7 +82,7 @@ def verify_first_tokens(
 ) -> None:
     """Require that the first tokens of answers to one prompt follow the log-probs ``row [V]``.
 
-    A failure names the one of ``mistakes``, by their sentences, whose log-probs they follow.
+    A failure names ``mistakes``, by sentence, whose log-probs they follow.
     """
     drawn = [response.output_ids[0] for response in responses]
     surprise = most_surprising(drawn, row)
