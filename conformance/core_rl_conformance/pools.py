@@ -15,8 +15,10 @@ from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
+from core_rl.errors import RolloutError
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import EngineSpec
+from core_rl.servers.config import ServerEngineConfig
 from core_rl_conformance.outcomes import NotRun
 
 MakeEngine = Callable[[EngineSpec, Any], Any]
@@ -95,6 +97,8 @@ class ServerPool:
         self._addresses: dict[str, tuple[str, ...]] = {}
         """Addresses of the servers of each engine that has launched some."""
         self._used_up: set[str] = set()
+        self.silent: set[str] = set()
+        """Engines over running servers that did not respond, for which each start would wait again."""
         self._shared = _SharedServers(make)
 
     def start(
@@ -120,7 +124,12 @@ class ServerPool:
         if spec.supports(Capability.LAUNCH_SERVER):
             launched = self._shared.addresses(spec, config) if shared else engine.launch_server()
             self._addresses[spec.name] = launched
-        engine.initialize(self._addresses.get(spec.name), FinetuneSpec())
+        try:
+            engine.initialize(self._addresses.get(spec.name), FinetuneSpec())
+        except RolloutError:
+            if isinstance(config, ServerEngineConfig) and config.options.addresses:
+                self.silent.add(spec.name)
+            raise
         return engine
 
     def connect(self, spec: EngineSpec, config: InferenceEngineConfig) -> InferenceEngine:

@@ -45,7 +45,7 @@ class Hung(Unreachable):
     """The server did not respond in time, and responds to nothing else either."""
 
 
-class ServerTimeout(RolloutError, TimeoutError):
+class ServerTimeout(RolloutError):
     """The server did not respond in time."""
 
 
