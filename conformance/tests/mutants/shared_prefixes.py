@@ -167,7 +167,7 @@ class SharedGradientsRepeated(_ScaledGradients):
 @Mutant(
     "I1.combined-batches",
     "the loss mask of a packed group that is the first sequence's",
-    "the loss of a batch .*shared prefixes",
+    "(the loss|gradients) of a batch .*shared prefixes",
     declared=SHARED,
 )
 class MaskOfFirstSequence(Sharing):
