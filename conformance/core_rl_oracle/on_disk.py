@@ -5,6 +5,7 @@ The files are in ``TMPDIR``, have no name, and end with their tensors. Other dev
 
 from __future__ import annotations
 
+import os
 from tempfile import NamedTemporaryFile
 
 import torch
@@ -19,6 +20,8 @@ def copied(tensor: Tensor) -> Tensor:
     if tensor.numel() < LARGE or tensor.device.type != "cpu":
         return tensor.detach().clone()
     with NamedTemporaryFile(prefix="core-rl-") as file:
+        # A full disk is an error here, and would end the process where a page is written.
+        os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
         copy = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
     return copy.view(tensor.shape).copy_(tensor.detach())
 
