@@ -252,7 +252,8 @@ def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
     for when, pair in (("before a forward()", losses[:2]), ("after a forward()", losses[2:])):
         subject.require(
             pair[0] != pair[1],
-            f"two training passes {when} inside train_mode() have the same loss: dropout is off in training",
+            f"two training passes {when} inside train_mode() have the same loss: dropout is off in "
+            "training, or both have the same masks",
         )
     group.train_batch(data.batch(), loss.spec(), ONE_PASS)
     batch = data.batch()

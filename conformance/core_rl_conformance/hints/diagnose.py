@@ -104,14 +104,11 @@ def _first_wrong(tokens: Tokens, within: str) -> str:
     if not tokens.scalars:
         place += f", token {position} of {tokens.lengths[sequence]}"
     count, total = int(tokens.wrong.sum()), len(tokens.wrong)
-    return (
-        f"first at {place}: expected {_shown(tokens.expected[first])}, got {_shown(tokens.got[first])}; "
-        f"{count} of {total} values are off"
-    )
-
-
-def _shown(value: Tensor) -> str:
-    return f"{float(value):.7g}" if value.numel() == 1 else f"a row of {value.numel()} values"
+    expected, got = tokens.expected[first].flatten(), tokens.got[first].flatten()
+    at = int((got - expected).abs().argmax())
+    entry = f" in entry {at} of {len(got)}" * (len(got) > 1)
+    values = f"expected {float(expected[at]):.7g}, got {float(got[at]):.7g}{entry}"
+    return f"first at {place}: {values}; {count} of {total} values are off"
 
 
 def _some_points(got: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[tuple[float, float], ...]:

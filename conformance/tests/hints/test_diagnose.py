@@ -190,6 +190,13 @@ def test_first_difference_is_shown_with_its_place() -> None:
     assert f"1 of {BATCH.num_tokens} values are off" in problem
 
 
+def test_rows_are_shown_by_their_worst_entry() -> None:
+    expected, got = [torch.zeros(3, 4), torch.zeros(1, 4)], [torch.zeros(3, 4), torch.zeros(1, 4)]
+    got[0][2] = torch.tensor([0.1, 0.0, -0.5, 0.2])
+    problem = _problem(compare_tokens("states", got, expected, SMALL))
+    assert "sequence 0, token 2 of 3: expected 0, got -0.5 in entry 2 of 4; " in problem
+
+
 def test_points_are_few_and_hold_the_worst() -> None:
     got = [value.clone() for value in EXPECTED * 3]
     got[1][2] += 0.5
