@@ -73,7 +73,7 @@ class OnlyRankZeroLoads(OwnCheckpoint):
 @Mutant(
     "contract.undeclared",
     "AReaL #1470",
-    "'resharding' is not declared, and asking for it did not raise UnsupportedCapability",
+    "'resharding' is not declared, and asking for it did not raise an UnsupportedCapability",
     undeclared=frozenset({Capability.RESHARDING}),
 )
 @inside(ReferenceBackend, "persistence")
