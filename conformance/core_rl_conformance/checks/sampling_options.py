@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, islice, product
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -91,8 +92,9 @@ def sampling_options_hold_together(subject: EngineUnderTest) -> None:
     """
     _verify_array(subject, PAIRS)
     if subject.spec.supports(Capability.MIN_P):
+        prompts = Prompts.of(subject)
         for top_k in (None, 5):
-            _verify_cuts(subject, Prompts.of(subject), top_k)
+            _verify_cuts(subject, prompts, top_k)
 
 
 def _verify_cuts(subject: EngineUnderTest, prompts: Prompts, top_k: int | None) -> None:
@@ -102,14 +104,7 @@ def _verify_cuts(subject: EngineUnderTest, prompts: Prompts, top_k: int | None) 
     if subject.spec.supports(Capability.TOP_LOGPROBS):
         # The rows are the engine's own in a smaller dtype.
         margin = min(margin, OWN_MARGIN)
-    most, label, prompt, sampling, left, mistake = (
-        0.0,
-        "",
-        prompts.ids[0],
-        ONE,
-        prompts.rows[0],
-        prompts.rows[0],
-    )
+    candidates = []
     grid = product((0.6, 1.0, 1.7, 2.0), (0.5, 0.6, 0.7, 0.8, 0.9), (0.1, 0.2, 0.3, 0.4))
     for temperature, top_p, min_p in grid:
         one = replace(ONE, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -120,16 +115,10 @@ def _verify_cuts(subject: EngineUnderTest, prompts: Prompts, top_k: int | None) 
         wrong = left_by_cut(first.log_softmax(-1), others, 0.0).log_softmax(-1)
         lost = (right.exp() - wrong.exp()).clamp(min=0).sum(-1) * clear_of_cut(rows, one, margin)
         at = int(lost.argmax())
-        if lost[at] > most:
-            most, prompt, sampling, left, mistake = (
-                float(lost[at]),
-                prompts.ids[at],
-                one,
-                right[at],
-                wrong[at],
-            )
-            cuts = f"top_k = {top_k}, " * (top_k is not None) + f"top_p = {top_p}, min_p = {min_p}"
-            label = f"with temperature = {temperature}, {cuts}"
+        candidates.append((float(lost[at]), prompts.ids[at], one, right[at], wrong[at]))
+    most, prompt, sampling, left, mistake = max(candidates, key=itemgetter(0))
+    cuts = f"top_k = {top_k}, " * (top_k is not None) + f"top_p = {sampling.top_p}, min_p = {sampling.min_p}"
+    label = f"with temperature = {sampling.temperature}, {cuts}"
     requests = [LLMRequest(input_ids=prompt, sampling=sampling) for _ in range(DRAWS if most else 0)]
     drawn = [answer for answer in _ask(subject.serve(model), requests) if answer is not None]
     if drawn:
@@ -306,9 +295,9 @@ class _Row:
         yield "log-probs of what the cut has left", self._at(left)
         for name in CHANGES:
             without = replace(self.sampling, **{name: getattr(ONE, name)})
-            pairs = zip(self.all, logits, strict=True)
-            rows = [_changed_rows(row, response.output_ids, without) for response, row in pairs]
             if without != self.sampling:
+                pairs = zip(self.all, logits, strict=True)
+                rows = [_changed_rows(row, response.output_ids, without) for response, row in pairs]
                 yield f"log-probs without {name}, at some places or at all", self._at(rows)
 
     def _at(self, rows: Sequence[Tensor]) -> list[Tensor]:
