@@ -15,9 +15,6 @@ from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from mutants.zoo import Mutant
 
-TURNS = 1000
-"""Of the event loop, in which an update may come."""
-
 
 @Mutant("I14.updates-in-a-row", "slime #327", "not read with the draw")
 class ReadsTheVersionLate(ReferenceRolloutBackend):
@@ -25,8 +22,9 @@ class ReadsTheVersionLate(ReferenceRolloutBackend):
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         response = await super().agenerate(request)
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        assert self._worker is not None
+        # An update that came while the answer was drawn is installed before.
+        await asyncio.wrap_future(self._worker.submit(len, ()))
         return replace(response, versions=(self._served_version,) * len(response.versions))
 
 
