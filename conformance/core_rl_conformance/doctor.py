@@ -72,6 +72,8 @@ PLACE = re.compile(r"^ *first(?:: | at )(?P<place>.+?)(?: \[| by |: expected)", 
 SHOWN = re.compile(r"expected (\S+), the engine gave (\S+)")
 MAP_ROW = re.compile(r"^ +(\d+) ([.1-9]+)$", re.MULTILINE)
 """A line of the map of errors in a message."""
+CUT = "model"
+"""Directory of a model that was cut."""
 SCRIPT_S = 600.0
 """Time limit of a reproduction."""
 HINT = re.compile(rf"^ *{LOOKS_LIKE}.+$", re.MULTILINE)
@@ -156,7 +158,7 @@ def diagnose(
             file.write_text("\n".join(map(json.dumps, read_sequences(data, path))), encoding="utf-8")
             options.append(f"--data={file}")
         if cuts:
-            smaller = (scripts or Path(temporary)) / "model"
+            smaller = (scripts or Path(temporary)) / CUT
             cut = write_smaller_model(path, cuts, smaller)
             path = smaller
         model = read_given(path, "--model")
@@ -220,7 +222,8 @@ def write_scripts(
         if text is None or finding.engine in files:
             continue
         file = directory / f"{finding.engine}-{finding.check}.py".replace(":", "-")
-        write_text(file, text)
+        # Directory and all may go upstream: a model that was cut lies beside its scripts.
+        write_text(file, text.replace(repr(str(directory / CUT)), repr(CUT)))
         if _shows_difference(file):
             files[finding.engine] = str(file)
         else:

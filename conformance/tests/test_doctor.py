@@ -177,7 +177,7 @@ def test_doctor_names_the_engine_and_place(
     assert ('class="heat"' in page) == ("at layers:" in lines[0])
     scripts = [Path(file) for file in verdict["scripts"].values()]
     assert len(scripts) == (1 if code == 1 else 0)
-    assert all("scripts/model" in script.read_text() for script in scripts)
+    assert all("from_pretrained('model'," in script.read_text() for script in scripts)
 
 
 def test_doctor_judges_a_running_server(engines: None, tmp_path: Path) -> None:
