@@ -41,6 +41,7 @@ from core_rl_conformance.expected_values import (
 from core_rl_conformance.findings import reproduced, reproduced_tokens, scalar_finding, weights_finding
 from core_rl_conformance.hints import diagnose
 from core_rl_conformance.hints.diagnose import Again, Explain, explain_loss, explain_named, explain_tokens
+from core_rl_conformance.hints.tensor_shapes import explain_norm
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import (
     GIVEN_LENGTHS,
@@ -323,11 +324,13 @@ class EngineUnderTest:
         self, label: str, got: float, expected: ExpectedGradients, *, explain: Explain | None = None
     ) -> None:
         """Compare a reported loss with the oracle's."""
-        self.verify(scalar_finding(self.case, "loss", label, got, expected, explain))
+        known = partial(explain_loss, got, expected.oracle.loss, expected.loss, expected.mistakes, None)
+        self.verify(scalar_finding(self.case, "loss", label, got, expected, explain or known))
 
     def verify_norm(self, label: str, got: float, expected: ExpectedGradients) -> None:
         """Compare a reported norm of gradients with the oracle's."""
-        self.verify(scalar_finding(self.case, "norm", label, got, expected))
+        explain = partial(explain_norm, got, expected.oracle.grads, expected.norm)
+        self.verify(scalar_finding(self.case, "norm", label, got, expected, explain))
 
     def verify_named(
         self,
@@ -413,7 +416,7 @@ class EngineUnderTest:
         grads = group.named_tensors("grads")
         of_loss = partial(explain_loss, loss, truth.loss, expected.loss, mistakes, again)
         self.verify_loss(f"the loss {label}", loss, expected, explain=of_loss)
-        of_grads = partial(explain_named, grads, expected.tolerances, mistakes, again)
+        of_grads = partial(explain_named, grads, expected.tolerances, mistakes, again, expected.shares)
         values = grads, truth.grads, expected.tolerances
         finding = diagnose.compare_named(f"gradients {label}", *values, explain=of_grads)
         self.verify(reproduced(self.case, finding, expected.computation, *values))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from core_rl.config.engine import Head
 from core_rl.data.micro_batch import shard_plan
 from core_rl.engine.loading import load_engine
 from core_rl_conformance.disk_cache import DiskCache
-from core_rl_conformance.hints.diagnose import Mistakes
-from core_rl_conformance.hints.mistakes import OUTPUTS
+from core_rl_conformance.hints.diagnose import Mistakes, Shares
+from core_rl_conformance.hints.mistakes import OUTPUTS, misread_options
 from core_rl_conformance.inputs.data import Ragged, Repeated
 from core_rl_conformance.inputs.losses import CheckLoss, RepeatedLoss, TokenMeanLoss, wrong_temperatures
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
@@ -95,6 +96,8 @@ class ExpectedGradients:
     loss: Tolerance
     norm: Tolerance
     mistakes: Mistakes = lambda: iter(())
+    shares: Shares = lambda: iter(())
+    """The part of each sequence in the gradients."""
     computation: Computation | None = None
     """For a script that computes them again."""
 
@@ -173,6 +176,16 @@ class ExpectedValues:
         """The same for a caller that changes its weights."""
         return Oracle(*self._snapshot(of))
 
+    def mistaken_oracles(self, of: Judged) -> Iterator[tuple[str, Oracle]]:
+        """Sentences about mistakes with the adapter or the config of ``of``, and an oracle with each."""
+        snapshot = self._snapshot(of)
+        if snapshot.adapter is not None and not _is_large(of):
+            for sentence, wrong in snapshot.adapter.mistaken():
+                yield sentence, Oracle(*snapshot._replace(adapter=wrong))
+        if not snapshot.vision:
+            for sentence, options in misread_options(AutoConfig.from_pretrained(snapshot.directory)):
+                yield sentence, Oracle(*snapshot, options)
+
     def outputs(
         self, of: Judged, data: Ragged, name: str, temperature: float, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedOutputs:
@@ -195,7 +208,9 @@ class ExpectedValues:
             values=truth,
             variants=variants,
             tolerance=tolerance([_flat(variant) for variant in variants], _flat(truth), dtype),
-            mistakes=partial(_output_mistakes, oracle, sequences, name, temperature),
+            mistakes=partial(
+                _output_mistakes, oracle, partial(self.mistaken_oracles, of), sequences, name, temperature
+            ),
             computation=computation_of(of, Output(name, temperature), data),
         )
 
@@ -245,7 +260,8 @@ class ExpectedValues:
         # The digest of the suite's code says nothing about losses of other distributions.
         keep = self.stored if type(loss).__module__ == RepeatedLoss.__module__ else self.keep
         runs = keep(of, ("gradients", data, loss, dtype, device), run)
-        expected = _expected_gradients(runs, partial(self.oracle, of), data, loss, ranks)
+        oracles = partial(self.oracle, of), partial(self.mistaken_oracles, of)
+        expected = _expected_gradients(runs, *oracles, data, loss, ranks)
         return replace(expected, computation=computation_of(of, loss, data))
 
     def gradients_of_many(
@@ -265,7 +281,8 @@ class ExpectedValues:
             )
 
         runs = self.stored(of, ("gradients of many", data, dtype, device), run)
-        return _expected_gradients(runs, partial(self.oracle, of), data.distinct, RepeatedLoss())
+        oracles = partial(self.oracle, of), partial(self.mistaken_oracles, of)
+        return _expected_gradients(runs, *oracles, data.distinct, RepeatedLoss())
 
     def training(
         self, model: TinyModel, training: AnyTraining, dtype: torch.dtype, device: str = "cpu"
@@ -323,12 +340,18 @@ _Values = list[list[Tensor]]
 """One output for each sequence, of the oracle and then of each variant of the plain model."""
 _OutputRuns = list[list[dict[str, Tensor]]]
 """The same of all outputs."""
+WrongOracles = Callable[[], Iterator[tuple[str, Oracle]]]
+"""Sentences about mistakes, and oracles with each."""
 GradientRuns = tuple[Gradients, dict[str, Tolerance], Tolerance, Tolerance]
 """The oracle's, and the tolerances of gradients, loss and norm."""
 
 
 def _output_mistakes(
-    oracle: Callable[[], Oracle], sequences: Sequence[OracleSequence], name: str, temperature: float
+    oracle: Callable[[], Oracle],
+    mistaken_oracles: WrongOracles,
+    sequences: Sequence[OracleSequence],
+    name: str,
+    temperature: float,
 ) -> Iterator[tuple[str, Sequence[Tensor]]]:
     for sentence, wrong in wrong_temperatures(temperature):
         yield sentence, [outputs[name] for outputs in oracle().evaluate(sequences, wrong)]
@@ -339,6 +362,8 @@ def _output_mistakes(
     for sentence, runs in _mistaken(truth, sequences):
         if name in ("logprobs", "entropy"):
             yield sentence, [outputs[name] for outputs in runs]
+    for sentence, mistaken in mistaken_oracles():
+        yield sentence, [outputs[name] for outputs in mistaken.evaluate(sequences, temperature)]
 
 
 def run_gradients(
@@ -373,7 +398,12 @@ def run_gradients(
 
 
 def _expected_gradients(
-    runs: GradientRuns, oracle: Callable[[], Oracle], data: Ragged, loss: CheckLoss, ranks: int = 1
+    runs: GradientRuns,
+    oracle: Callable[[], Oracle],
+    mistaken_oracles: WrongOracles,
+    data: Ragged,
+    loss: CheckLoss,
+    ranks: int = 1,
 ) -> ExpectedGradients:
     truth, allowed, loss_allowed, norm_allowed = runs
 
@@ -381,9 +411,24 @@ def _expected_gradients(
         yield from _gradient_mistakes(oracle, data.for_oracle(), loss)
         yield from _unreduced_gradients(oracle, data, loss, truth, ranks)
         yield from _uses_of_a_tied_embedding(oracle(), data.for_oracle(), loss, truth)
+        for sentence, wrong in mistaken_oracles():
+            yield sentence, wrong.gradients(data.for_oracle(), loss.of_sequence, loss.temperature)
+
+    def shares() -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        for number in range(len(data.rows)):
+            alone = data.select([number])
+            if loss.weight(alone.batch()):
+                of_row = oracle().gradients(alone.for_oracle(), loss.of_sequence, loss.temperature)
+                part = of_row.weight / truth.weight
+                yield str(number), {name: grad * part for name, grad in of_row.grads.items()}
 
     return ExpectedGradients(
-        oracle=truth, tolerances=allowed, loss=loss_allowed, norm=norm_allowed, mistakes=mistakes
+        oracle=truth,
+        tolerances=allowed,
+        loss=loss_allowed,
+        norm=norm_allowed,
+        mistakes=mistakes,
+        shares=shares,
     )
 
 

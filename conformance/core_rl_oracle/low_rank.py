@@ -6,8 +6,9 @@ depend on how the layer stores its weight; its factors are parameters of the mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -78,6 +79,25 @@ class LowRank:
             product = (self.scaling * (b @ a), (self.scaling * b) @ a, b @ (self.scaling * a))[order]
             merged[self.weight_of(name)] = weight + (product.T if name in self.transposed else product)
         return merged
+
+    def mistaken(self) -> Iterator[tuple[str, LowRank]]:
+        """Sentences about usual mistakes, and the adapter that an engine with each computes with."""
+        root = math.sqrt(next(len(value) for name, value in self.factors.items() if name.endswith(A)))
+        for sentence, scaling in (
+            ("the adapter is not applied", 0.0),
+            ("the adapter is applied twice, as over weights with it merged", 2 * self.scaling),
+            ("the adapter's product is not scaled", 1.0),
+            ("the adapter's product is scaled twice", self.scaling**2),
+            ("rank and alpha are exchanged in the adapter's scale", 1 / self.scaling),
+            ("the adapter's scale is alpha / rank, and not alpha / sqrt(rank)", self.scaling / root),
+            ("the adapter's scale is alpha / sqrt(rank), and not alpha / rank", self.scaling * root),
+        ):
+            yield sentence, replace(self, scaling=scaling)
+        rounded = {name: value.bfloat16().to(value.dtype) for name, value in self.factors.items()}
+        yield "the adapter's factors are rounded to bfloat16", replace(self, factors=rounded)
+        for kind in dict.fromkeys(layer.rpartition(".")[2] for layer in self.layers):
+            rest = {name: value for name, value in self.factors.items() if f".{kind}.lora_" not in name}
+            yield f"the adapter of {kind} is not applied", replace(self, factors=rest)
 
 
 def linear_layers(model: nn.Module, trunk: nn.Module) -> dict[str, tuple[int, int, bool]]:

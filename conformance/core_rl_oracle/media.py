@@ -24,14 +24,17 @@ def model_class(head: str, vision: bool) -> Any:
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
 
 
-def load_model(directory: Path, head: str, vision: bool, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in ``directory``, in evaluation mode and with eager attention."""
+def load_model(
+    directory: Path, head: str, vision: bool, dtype: torch.dtype, options: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
+    """The model in ``directory``, in evaluation mode and with eager attention; ``options`` replace its config's."""
     model: PreTrainedModel = model_class(head, vision).from_pretrained(
         directory,
         dtype=dtype,
         attn_implementation="eager",
         experts_implementation="eager",
         local_files_only=True,
+        **(options or {}),
     )
     model.eval()
     return model

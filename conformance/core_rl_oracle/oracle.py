@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -96,14 +96,19 @@ class Oracle:
     """The model in ``directory`` (``save_pretrained`` format) with any of the three heads, or with its vision tower.
 
     The factors of an ``adapter`` are parameters like others, named after their layer. Large weights and gradients are
-    in temporary files.
+    in temporary files. ``options`` replace some of the config's.
     """
 
     def __init__(
-        self, directory: Path, head: OracleHead = "lm", adapter: LowRank | None = None, vision: bool = False
+        self,
+        directory: Path,
+        head: OracleHead = "lm",
+        adapter: LowRank | None = None,
+        vision: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         with float64_only():
-            self.model = load_model(directory, head, vision, torch.float64)
+            self.model = load_model(directory, head, vision, torch.float64, options)
             move_to_disk(self.model)
             if adapter is not None:
                 adapter.attach(self.model)

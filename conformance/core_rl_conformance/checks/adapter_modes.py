@@ -172,12 +172,12 @@ class _Run:
         for turn in ("", " the second time"):
             with group.disable_adapter():
                 off = self._answers(group)
-            subject.verify_same(f"outputs inside disable_adapter(){turn} {self.label}", off, plain)
+            subject.verify_same(f"outputs inside disable_adapter(){turn} {self.label}", off, plain, adapted)
             after = self._answers(group)
-            subject.verify_same(f"outputs after disable_adapter(){turn} {self.label}", after, adapted)
+            subject.verify_same(f"outputs after disable_adapter(){turn} {self.label}", after, adapted, plain)
         group.run(fail_without_adapter)
         label = f"outputs after an error inside disable_adapter() {self.label}"
-        subject.verify_same(label, self._answers(group), adapted)
+        subject.verify_same(label, self._answers(group), adapted, plain)
 
     def _backward(self, group: EngineGroup, switched: bool) -> dict[str, float]:
         batch = self.subject.data(PROBE, 1).batch()

@@ -19,6 +19,7 @@ from core_rl.errors import CheckpointMismatch, CoreRLError, EngineStateError, We
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.hints.diagnose import explain_tensors
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
@@ -84,11 +85,17 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
     variants = [{name: merge[name].to(subject.dtype) for name in expected} for merge in merges]
     allowed = tolerances(variants, expected, subject.dtype)
     adapted_params = {name: value for name, value in params.items() if name in adapted}
+
+    def explain() -> str | None:
+        merges = ((sentence, wrong.merged(base)) for sentence, wrong in low_rank.mistaken())
+        wrong = ((sentence, {name: merge[name] for name in expected}) for sentence, merge in merges)
+        return explain_tensors(adapted_params, allowed, wrong)
+
     label = f"merged weights (rslora: {adapter.rslora})"
-    subject.verify_named(label, adapted_params, expected, allowed)
+    subject.verify_named(label, adapted_params, expected, allowed, explain=explain)
     unadapted = {name: value.to(subject.dtype) for name, value in base.items() if name not in adapted}
-    adapted_params = {name: value for name, value in params.items() if name not in adapted}
-    subject.verify_same("exported weights without an adapter", adapted_params, unadapted)
+    rest = {name: value for name, value in params.items() if name not in adapted}
+    subject.verify_same("exported weights without an adapter", rest, unadapted)
     return params
 
 
@@ -193,9 +200,10 @@ def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
     alone: moving.State = {"master": saved["master"]}
     for form in MOVED:
         group = start(subject, adapter, layout=setting, seed=5)
+        before = moving.state(group)
         group.load(moving.meta(subject.directory(form), form))
-        label = f"{form!r} loaded on {setting}"
-        moving.verify_state(subject, label, group, alone if form == "adapter" else saved)
+        label, loaded = f"{form!r} loaded on {setting}", alone if form == "adapter" else saved
+        moving.verify_state(subject, label, group, loaded, since=before)
         verify_outputs(subject, group, adapter, label)
 
 

@@ -56,12 +56,14 @@ def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
     group.set_version(3)
     bases = set()
     for version, bucket_bytes in ((4, LARGE_BUCKET), (5, TINY_BUCKET)):
+        before = adapter_of(group.named_tensors("master"))
         train(group, subject, [version])
         sent_update = caught(group, _meta(subject, version, bucket_bytes))
         names = [name for bucket in sent_update.buckets for name in bucket]
         subject.require(len(names) == len(set(names)), f"a factor comes twice: {sorted(names)}")
         label = f"factors sent after step {version - 3} in buckets of {bucket_bytes} bytes"
-        subject.verify_same(label, sent_update.tensors, adapter_of(group.named_tensors("master")))
+        present = adapter_of(group.named_tensors("master"))
+        subject.verify_same(label, sent_update.tensors, present, since=before)
         metadata = sent_update.adapter
         subject.require(
             metadata is not None
@@ -149,9 +151,11 @@ def trained_adapters_arrive(subject: EngineUnderTest) -> None:
     adapter = TinyAdapter(model=subject.model(), some=True)
     group = start(subject, adapter, optimizer={"lr": 1e-1})
     engine = subject.peer.serve(adapter.model, keep=False, adapter=adapter)
+    before: Judged = adapter.model
     for version, bucket_bytes in ((1, LARGE_BUCKET), (2, TINY_BUCKET)):
         train(group, subject, [version])
         sync_weights(group, engine, _meta(subject, version, bucket_bytes), 120)
         responses = serving.ask(engine, serving.few_requests(subject))
         trained = {version: snapshot_of(subject, adapter, group)}
-        _verify_drawn(subject, f"after sync {version}", responses, adapter.model, trained)
+        _verify_drawn(subject, f"after sync {version}", responses, adapter.model, trained, before)
+        before = trained[version]

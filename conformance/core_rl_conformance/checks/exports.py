@@ -27,6 +27,7 @@ from core_rl_conformance.procedures.moving import (
     load_weights,
     meta,
     portable_tensors,
+    state,
     verify_loads,
     weights_of,
 )
@@ -100,20 +101,25 @@ def disk_sync_writes_the_present_weights(subject: EngineUnderTest) -> None:
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
     group.set_version(3)
-    for seed in range(2):
-        group.train_batch(subject.data(seed=seed).batch(), LOSS.spec(), ONE_PASS)
+    for seed, when in enumerate(("", "", " after a load")):
+        before = state(group, ["master"])["master"]
+        if when:
+            load_weights(subject, group, elsewhere(model))
+        else:
+            group.train_batch(subject.data(seed=seed).batch(), LOSS.spec(), ONE_PASS)
         path = subject.directory(f"sync-{seed}")
         group.upload_weights(WeightUpdateMeta(version=4 + seed, path=str(path)))
-        _verify_export(subject, group, model, path)
-    load_weights(subject, group, elsewhere(model))
-    path = subject.directory("sync-after-a-load")
-    group.upload_weights(WeightUpdateMeta(version=6, path=str(path)))
-    _verify_export(subject, group, model, path, " after a load")
+        _verify_export(subject, group, model, path, when, before)
     verify_version(subject, group, 3, "after uploading weights")
 
 
 def _verify_export(
-    subject: EngineUnderTest, group: EngineGroup, source: TinyModel, path: Path, when: str = ""
+    subject: EngineUnderTest,
+    group: EngineGroup,
+    source: TinyModel,
+    path: Path,
+    when: str = "",
+    before: Mapping[str, Tensor] | None = None,
 ) -> None:
     _verify_config(subject, source, path)
     model = verify_loads(subject, source, path)
@@ -122,7 +128,7 @@ def _verify_export(
         name: value.to(_dtype(subject, name)).float() for name, value in group.named_tensors("master").items()
     }
     names = computation_of(source, Weights(shapes_only=True))
-    subject.verify_same(f"parameters of the export{when}", loaded, params, of=names)
+    subject.verify_same(f"parameters of the export{when}", loaded, params, before, of=names)
     tied = model.config.tie_word_embeddings and source.head == "lm"
     same = model.get_output_embeddings() is not None and (
         model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -227,10 +233,11 @@ def engine_loads_an_export(subject: EngineUnderTest) -> None:
     data = subject.data(PROBE)
     group = subject.start(model)
     group.forward(data.batch(), ONE_PASS)
+    before = state(group, ["master"])["master"]
     load_weights(subject, group, source)
     got, expected = group.named_tensors("master"), weights_of(subject, source)
     weights = computation_of(source, Weights())
-    subject.verify_same("parameters after a load", got, expected, of=weights)
+    subject.verify_same("parameters after a load", got, expected, before, of=weights)
     subject.verify_logprobs("after a load", group, source, data)
     subject.verify_backward("after a load", group, source, data, LOSS)
 

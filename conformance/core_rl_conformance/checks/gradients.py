@@ -15,6 +15,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.hints.tensor_shapes import explain_norm
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, OutputsLoss, SequenceMeanLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
@@ -186,13 +187,15 @@ def reported_norm_is_the_norm_of_the_gradients(subject: EngineUnderTest) -> None
     expected = subject.gradients(model, data, TOKEN_MEAN)
     group = subject.start(model, optimizer={"max_grad_norm": 0.05})
     group.forward_backward(data.batch(), TOKEN_MEAN.spec(), MicroBatchSpec(count=2))
-    gathered = grad_norm(group.named_tensors("grads"))
+    grads = group.named_tensors("grads")
+    gathered = grad_norm(grads)
     reported = group.optimizer_step()["grad_norm"]
     # The square root of a float64 sum over float32 entries: a few units in the last place of a float64
     # and, in an engine that sums in float32 chunks, of a float32.
     exact = Tolerance(baseline=0.0, floor=4 * torch.finfo(torch.float32).eps * gathered)
     label = "the reported norm, against that of the exported gradients,"
-    subject.verify_scalar(label, reported, gathered, exact)
+    explain = partial(explain_norm, reported, grads, exact)
+    subject.verify_scalar(label, reported, gathered, exact, explain=explain)
     # From here on the norm is right for its gradients: what differs is wrong in them.
     label = "the norm of the exported gradients (reported as it is: see I1.gradients)"
     subject.verify_norm(label, reported, expected)

@@ -19,7 +19,7 @@ from core_rl.errors import WeightsError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.procedures import serving
-from core_rl_conformance.procedures.moving import elsewhere, load_weights, train
+from core_rl_conformance.procedures.moving import elsewhere, load_weights, state, train
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sent, sync_meta, tensors_of
 from core_rl_conformance.reproduction import Weights, computation_of
 
@@ -61,6 +61,7 @@ def _verify_sending(subject: EngineUnderTest, method: SyncMethod) -> None:
         (5, TINY_BUCKET, "step 2"),
         (6, TINY_BUCKET, "a load"),
     ):
+        before = state(group, ["master"])["master"]
         if when == "a load":
             load_weights(subject, group, elsewhere(model))
         else:
@@ -72,7 +73,7 @@ def _verify_sending(subject: EngineUnderTest, method: SyncMethod) -> None:
         params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
         sent_params = {name: value for name, value in sent_update.tensors.items() if name not in buffers}
         names_only = computation_of(model, Weights(shapes_only=True))
-        subject.verify_same(label, sent_params, params, of=names_only)
+        subject.verify_same(label, sent_params, params, before, of=names_only)
         sized = zip(sent_update.buckets, sent_update.sizes, strict=True)
         large = [bucket for bucket, size in sized if size > bucket_bytes and len(bucket) > 1]
         subject.require(not large, f"{label}: a bucket is larger than that: {large[:1]}")

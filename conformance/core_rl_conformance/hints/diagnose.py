@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -244,6 +244,10 @@ def _on_the_whole(name: str, error: float, limit: float, problem: str) -> Findin
 
 Mistakes = Callable[[], Iterator[tuple[str, Gradients]]]
 """Sentences about known mistakes, and the loss and gradients that each would give."""
+Shares = Callable[[], Iterator[tuple[str, Mapping[str, Tensor]]]]
+"""Labels of parts of a batch, and what each adds to the gradients."""
+SAMPLED, MOST_ROWS = 1000, 4
+"""Compared entries of a tensor, and rows that a sentence names."""
 Again = Callable[[], tuple[float, Mapping[str, Tensor]]]
 """The same pass once more: its loss, and its gradients by name."""
 EXPLAINED = 4.0
@@ -280,9 +284,13 @@ def explain_loss(
 
 
 def explain_named(
-    got: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance], mistakes: Mistakes, again: Again | None
+    got: Mapping[str, Tensor],
+    tolerances: Mapping[str, Tolerance],
+    mistakes: Mistakes,
+    again: Again | None,
+    shares: Shares = lambda: iter(()),
 ) -> str | None:
-    """The same for gradients by name."""
+    """The same for gradients by name, which are sums of the ``shares`` of single sequences."""
     if again is not None:
         second = again()[1]
         moved = {
@@ -291,7 +299,46 @@ def explain_named(
         worst = max(moved, key=lambda name: moved[name] / max(tolerances[name].limit, 1e-300), default=None)
         if worst is not None and not moved[worst] <= tolerances[worst].limit:
             return _not_deterministic(moved[worst])
-    return next((sentence for sentence, wrong in mistakes() if _same(got, wrong.grads, tolerances)), None)
+    known = explain_tensors(got, tolerances, ((sentence, wrong.grads) for sentence, wrong in mistakes()))
+    return known or _explain_shares(got, tolerances, shares)
+
+
+def _explain_shares(
+    got: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance], shares: Shares
+) -> str | None:
+    """How often sequences count, where the wrong gradients ``got`` are a sum of their ``shares``."""
+    columns = {label: _sample(share, got) for label, share in shares() if got.keys() <= share.keys()}
+    if not columns:
+        return None
+    matrix, values = torch.stack(list(columns.values()), 1), _sample(got, got)
+    counts = torch.linalg.lstsq(matrix, values, driver="gelsd").solution
+    limits = {name: torch.full_like(value, tolerances[name].limit) for name, value in got.items()}
+    if not bool(((matrix @ counts - values).abs() <= EXPLAINED * _sample(limits, got)).all()):
+        return None
+    groups: dict[str, list[str]] = {}
+    for label, count in zip(columns, counts.tolist(), strict=True):
+        groups.setdefault(f"{round(count, 3) + 0.0:g}", []).append(label)
+    sentences = [
+        f"{', '.join(rows[:MOST_ROWS])}{', ...' * (len(rows) > MOST_ROWS)} count {count} times"
+        for count, rows in groups.items()
+        if count != "1"
+    ]
+    return f"gradients in which sequences {'; '.join(sentences[:MOST_ROWS])}" if len(groups) > 1 else None
+
+
+def _sample(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    """Some entries of each of the tensors ``names``, float64."""
+    flat = [tensors[name].detach().double().flatten() for name in names]
+    return torch.cat([value[:: -(-len(value) // SAMPLED)] for value in flat])
+
+
+def explain_tensors(
+    got: Mapping[str, Tensor],
+    tolerances: Mapping[str, Tolerance],
+    mistakes: Iterable[tuple[str, Mapping[str, Tensor]]],
+) -> str | None:
+    """The first sentence of ``mistakes`` whose tensors are all near those of ``got``."""
+    return next((sentence for sentence, wrong in mistakes if _same(got, wrong, tolerances)), None)
 
 
 def _fits(got: Sequence[Tensor], right: Sequence[Tensor], wrong: Sequence[Tensor], near: float) -> bool:

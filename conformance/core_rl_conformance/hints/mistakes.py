@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from core_rl_conformance.hints.diagnose import Finding, compare_named
 from core_rl_oracle.oracle import AdamW, OptimizerState, Schedule, ScheduleFromZero, grad_norm
@@ -130,6 +131,9 @@ def _mistakes(steps: Steps[AdamW], ranks: int) -> Iterator[tuple[str, Steps[Adam
         yield "each step has the learning rate of the step before", late
         constant = replace(steps, rates=[config.lr] * len(rates))
         yield "each step has the learning rate of the config, without its schedule", constant
+    for number in range(len(rates)):
+        resting = replace(steps, rates=[*rates[:number], 0.0, *rates[number + 1 :]])
+        yield f"step {number} leaves the weights as they were", resting
     for factor in dict.fromkeys((2.0, 0.5, float(ranks), 1.0 / ranks)):
         if factor != 1.0:
             scaled = [{name: factor * value for name, value in grads.items()} for grads in steps.grads]
@@ -247,6 +251,57 @@ def explain_rates(
         ),
         None,
     )
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+OPTIONS: Mapping[str, Callable[[Any, Any], Sequence[Any]]] = {
+    "norm_topk_prob": lambda value, _config: [not value],
+    "num_experts_per_tok": lambda value, _config: [value - 1] * (value > 1),
+    "routed_scaling_factor": lambda _value, _config: [1.0],
+    "hidden_act": lambda _value, _config: ACTIVATIONS,
+    "hidden_activation": lambda _value, _config: ACTIVATIONS,
+    "activation_function": lambda _value, _config: ACTIVATIONS,
+    "rms_norm_eps": lambda _value, _config: (1e-6, 1e-5),
+    "layer_norm_epsilon": lambda _value, _config: (1e-6, 1e-5),
+    "sliding_window": lambda value, _config: (2**20, value - 1, value + 1),
+    "layer_types": lambda value, _config: (value[::-1], ["full_attention"] * len(value)),
+    "attn_logit_softcapping": lambda _value, _config: [None],
+    "final_logit_softcapping": lambda _value, _config: [None],
+    "query_pre_attn_scalar": lambda _value, config: [config.head_dim],
+    "attention_multiplier": lambda _value, config: [
+        config.hidden_size**-0.5 * config.num_attention_heads**0.5
+    ],
+    "residual_multiplier": lambda _value, _config: [1.0],
+    "embedding_multiplier": lambda _value, _config: [1.0],
+    "logits_scaling": lambda _value, _config: [1.0],
+    "rope_parameters": lambda value, _config: [
+        _rotary(value, _unscaled),
+        _rotary(value, lambda part: {**part, "rope_theta": 10_000.0}),
+    ],
+}
+"""What engines take for an option of a config that they do not read, by its value and the config."""
+
+
+def _rotary(
+    value: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The parameters ``value`` with a change, of all layers or of each kind."""
+    kinds = {name: change(part) for name, part in value.items() if isinstance(part, dict)}
+    return kinds or change(value)
+
+
+def _unscaled(value: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {name: value[name] for name in ("rope_theta", "partial_rotary_factor") if name in value}
+    return {"rope_type": "default", **rest}
+
+
+def misread_options(config: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Sentences about options of ``config`` that are not read, and what is taken for them."""
+    for name, others in OPTIONS.items():
+        value = getattr(config, name, None)
+        for other in others(value, config) if value is not None else ():
+            if other != value:
+                yield f"{name} of the config is not read: {other} in place of {value}", {name: other}
 
 
 Outputs = Mapping[str, Tensor]

@@ -277,6 +277,14 @@ def _moved(tokens: Tokens) -> str | None:
     return f"the wrong ones are all off by {middle:+.6g}" if same else None
 
 
+def _rounded(tokens: Tokens) -> str | None:
+    """Numbers of half precision, other than whole ones."""
+    for dtype in (torch.bfloat16, torch.float16) if bool(tokens.got.frac().any()) else ():
+        if torch.equal(tokens.got.to(dtype).double(), tokens.got):
+            return f"each number is one of {str(dtype).removeprefix('torch.')}: kept in it, or rounded to it"
+    return None
+
+
 VALUES: tuple[Callable[[Tokens], str | None], ...] = (
     _not_finite,
     _zero,
@@ -284,6 +292,7 @@ VALUES: tuple[Callable[[Tokens], str | None], ...] = (
     _permuted,
     _multiplied,
     _moved,
+    _rounded,
 )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -16,12 +17,14 @@ from core_rl.launch.group import EngineGroup
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedGradients, Snapshot
+from core_rl_conformance.hints.diagnose import explain_named
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import save_with
 from core_rl_conformance.procedures.streaming import sent
 from core_rl_conformance.profile import Setting
 from core_rl_oracle.low_rank import LowRank
+from core_rl_oracle.oracle import Gradients
 
 ValueT = TypeVar("ValueT")
 
@@ -76,8 +79,19 @@ def verify_trained(
     trains: Callable[[str], bool],
 ) -> None:
     """Compare ``grads`` with the oracle's of the parameters that ``trains`` names; no others have a gradient."""
-    truth = {name: grad for name, grad in written(expected.oracle.grads).items() if trains(name)}
-    subject.verify_named(f"gradients {label}", grads, truth, written(expected.tolerances))
+
+    def trained(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: grad for name, grad in written(values).items() if trains(name)}
+
+    def mistakes() -> Iterator[tuple[str, Gradients]]:
+        return ((sentence, replace(of, grads=trained(of.grads))) for sentence, of in expected.mistakes())
+
+    def shares() -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        return ((label, trained(share)) for label, share in expected.shares())
+
+    allowed, truth = written(expected.tolerances), trained(expected.oracle.grads)
+    explain = partial(explain_named, grads, allowed, mistakes, None, shares)
+    subject.verify_named(f"gradients {label}", grads, truth, allowed, explain=explain)
 
 
 def low_rank_of(adapter: TinyAdapter, group: EngineGroup) -> LowRank:

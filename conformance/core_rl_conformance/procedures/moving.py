@@ -144,9 +144,10 @@ def verify_resume(
     for form in forms:
         group = start_with(elsewhere(model))
         train(group, subject, [5], model.head)
+        before = state(group, kinds)
         group.load(meta(subject.directory(form), form))
         label = f"after the load of {form!r}"
-        verify_state(subject, label, group, saved, progress)
+        verify_state(subject, label, group, saved, progress, since=before)
         if not (dropout and form == "portable"):
             got = train(group, subject, steps, model.head)
             verify_steps(subject, 2, got, reports, dropout=dropout)
@@ -299,8 +300,9 @@ def verify_goes_on(
     subject: EngineUnderTest, group: EngineGroup, model: TinyModel, saved: Saved, label: str
 ) -> None:
     """Load ``saved``; require its very state and progress, and that the next steps are AdamW's."""
+    before = state(group, list(saved.state))
     group.load(meta(saved.path, "portable"))
-    verify_state(subject, label, group, saved.state, saved.progress)
+    verify_state(subject, label, group, saved.state, saved.progress, since=before)
     verify_next_steps(subject, group, model, label)
 
 

@@ -376,6 +376,8 @@ def verify_by_version(
     def mistakes() -> Iterator[updates.Mistake]:
         yield from _guessed(guesses)
         yield from _kept_cache(subject, responses, weights, required)
+        if len(weights) == 1:
+            yield from _wrong_oracles(subject, next(iter(weights.values())), responses)
 
     def explain() -> str | None:
         values = {version: side.values for version, side in sides.items()}
@@ -430,6 +432,16 @@ def _known_mistakes(
     longest = max(len(row.ids) for row in sequences_of(responses).rows)
     if bos is not None and longest < config.max_position_embeddings:
         yield f"an extra BOS (id {bos}) stands before each prompt", logprobs(temperature, (bos,))
+    yield from _wrong_oracles(subject, weights, responses, temperature)
+
+
+def _wrong_oracles(
+    subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse], temperature: float = 1.0
+) -> Iterator[updates.Mistake]:
+    sequences = sequences_of(responses).for_oracle()
+    for sentence, oracle in subject.expected.mistaken_oracles(weights):
+        rows = oracle.evaluate(sequences, temperature)
+        yield sentence, generated([row["logprobs"] for row in rows], responses)
 
 
 def arrives_asleep(engine: InferenceEngine, update: Callable[[], None]) -> bool:
