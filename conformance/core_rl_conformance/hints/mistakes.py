@@ -264,7 +264,9 @@ OPTIONS: Mapping[str, Callable[[Any, Any], Sequence[Any]]] = {
     "rms_norm_eps": lambda _value, _config: (1e-6, 1e-5),
     "layer_norm_epsilon": lambda _value, _config: (1e-6, 1e-5),
     "sliding_window": lambda value, _config: (2**20, value - 1, value + 1),
-    "layer_types": lambda value, _config: (value[::-1], ["full_attention"] * len(value)),
+    "layer_types": lambda value, _config: (
+        (value[::-1], ["full_attention"] * len(value)) if "sliding_attention" in value else ()
+    ),
     "attn_logit_softcapping": lambda _value, _config: [None],
     "final_logit_softcapping": lambda _value, _config: [None],
     "query_pre_attn_scalar": lambda _value, config: [config.head_dim],
@@ -274,25 +276,18 @@ OPTIONS: Mapping[str, Callable[[Any, Any], Sequence[Any]]] = {
     "residual_multiplier": lambda _value, _config: [1.0],
     "embedding_multiplier": lambda _value, _config: [1.0],
     "logits_scaling": lambda _value, _config: [1.0],
-    "rope_parameters": lambda value, _config: [
-        _rotary(value, _unscaled),
-        _rotary(value, lambda part: {**part, "rope_theta": 10_000.0}),
-    ],
 }
 """What engines take for an option of a config that they do not read, by its value and the config."""
 
 
-def _rotary(
-    value: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
-    """The parameters ``value`` with a change, of all layers or of each kind."""
-    kinds = {name: change(part) for name, part in value.items() if isinstance(part, dict)}
-    return kinds or change(value)
-
-
-def _unscaled(value: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {name: value[name] for name in ("rope_theta", "partial_rotary_factor") if name in value}
-    return {"rope_type": "default", **rest}
+ROTARY: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "rotary positions are not scaled as in the config": lambda value: {
+        "rope_type": "default",
+        **{name: value[name] for name in ("rope_theta", "partial_rotary_factor") if name in value},
+    },
+    "rope_theta is 10,000, and not as in the config": lambda value: {**value, "rope_theta": 10_000.0},
+}
+"""The same for the parameters of rotary positions, of all layers or of each kind."""
 
 
 def misread_options(config: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -301,7 +296,12 @@ def misread_options(config: PretrainedConfig) -> Iterator[tuple[str, dict[str, A
         value = getattr(config, name, None)
         for other in others(value, config) if value is not None else ():
             if other != value:
-                yield f"{name} of the config is not read: {other} in place of {value}", {name: other}
+                yield f"{name} is {other}, and not {value} as in the config", {name: other}
+    rotary = getattr(config, "rope_parameters", None) or {}
+    for sentence, change in ROTARY.items():
+        kinds = {name: change(part) for name, part in rotary.items() if isinstance(part, dict)}
+        if rotary and (other := kinds or change(rotary)) != rotary:
+            yield sentence, {"rope_parameters": other}
 
 
 Outputs = Mapping[str, Tensor]

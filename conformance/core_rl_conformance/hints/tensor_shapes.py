@@ -233,7 +233,7 @@ def _groups(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             size = -(-len(parts) // count)
             for first in range(0, len(parts), size or 1):
                 some = list(parts)[first : first + size]
-                yield f"{noun} {' '.join(some)}", [name for part in some for name in parts[part]]
+                yield f"{noun} {', '.join(some)}", [name for part in some for name in parts[part]]
     yield from ((name, [name]) for name in names)
 
 

@@ -334,6 +334,9 @@ def test_step_hints_describe_the_change() -> None:
 def test_numbers_of_half_precision_are_recognized(dtype: torch.dtype) -> None:
     rounded = {name: value.to(dtype).float() for name, value in NAMED.items()}
     assert f"each number is one of {str(dtype)[6:]}" in str(same_named("weights", rounded, NAMED).problem)
+    values = [value.flatten() for value in NAMED.values()]
+    tokens = compare_tokens("logits", [value.to(dtype) for value in values], values, SMALL)
+    assert f"each number is one of {str(dtype)[6:]}" in str(tokens.problem)
     others = {name: value + 1 for name, value in rounded.items()}
     assert "each number" not in str(same_named("weights", others, NAMED).problem)
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.hints.diagnose import explain_loss, explain_named, explain_tokens
+from core_rl_conformance.hints.tensor_shapes import explain_norm
+from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.losses import SequenceMeanLoss, TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.session.items import last_line
 from core_rl_oracle.oracle import Gradients
 from core_rl_oracle.tolerance import Tolerance
@@ -16,6 +23,16 @@ SMALL = Tolerance(baseline=1e-6, floor=1e-6)
 GOT = [torch.tensor([0.0, -1.0, -2.0])]
 RIGHT = [torch.zeros(3)]
 WRONG = Gradients(loss=2.0, weight=1.0, grads={"weight": torch.ones(3, dtype=torch.float64)})
+
+
+WITHOUT_EFFECT = (
+    "activation_function is gelu_pytorch",
+    "num_experts_per",
+    "norm_topk",
+    "routed",
+    "rope_theta",
+)
+"""Two activations are one, rotations are short, and short sequences of one family choose no expert."""
 
 
 def _same() -> list[Tensor]:
@@ -49,6 +66,66 @@ def test_losses_and_gradients_are_explained() -> None:
     assert explain_named(grads, limits, lambda: iter([("a mistake", WRONG)]), None) == "a mistake"
     message = explain_named(grads, limits, lambda: iter(()), lambda: (2.0, {"weight": torch.zeros(3)}))
     assert message is not None and message.startswith("not deterministic")
+
+
+@pytest.mark.parametrize(
+    ("counts", "cause"),
+    [
+        ([1.0, 1.0, 0.0, 1.0], "gradients in which sequences 2 count 0 times"),
+        ([0.5, 2.0, 0.5, 2.0], "gradients in which sequences 0, 2 count 0.5 times; 1, 3 count 2 times"),
+        ([2.0, 2.0, 2.0, 2.0], None),
+    ],
+)
+def test_sequences_that_count_otherwise_are_named(counts: list[float], cause: str | None) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shares = [
+        {"a": torch.randn(2000, 2, generator=draw), "b": torch.randn(7, generator=draw)} for _ in counts
+    ]
+    labels = [(str(number), share) for number, share in enumerate(shares)]
+    got = {
+        name: torch.stack([c * share[name] for c, share in zip(counts, shares, strict=True)]).sum(0)
+        for name in ("a", "b")
+    }
+    limits = dict.fromkeys(got, SMALL)
+    assert explain_named(got, limits, lambda: iter(()), None, lambda: iter(labels)) == cause
+    other = {**got, "b": got["b"] + 0.1}
+    assert explain_named(other, limits, lambda: iter(()), None, lambda: iter(labels)) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count", "cause"),
+    [
+        ("lm_head", 0, "the norm counts the head 0 times"),
+        ("norm", 2, "the norm counts norms 2 times"),
+        (r"layers\.1", 3, "the norm counts layer 1 3 times"),
+        (r"experts\.[01]", 0, "the norm counts experts 0, 1 0 times"),
+        ("head|norm", 0.5, None),
+    ],
+)
+def test_parts_that_norms_miscount_are_named(pattern: str, count: float, cause: str | None) -> None:
+    draw = torch.Generator().manual_seed(0)
+    parts = ("norm", "self_attn.q_proj", *(f"mlp.experts.{expert}.up_proj" for expert in range(4)))
+    names = [f"model.layers.{layer}.{part}.weight" for layer in range(3) for part in parts]
+    grads = {name: torch.randn(3, generator=draw, dtype=torch.float64) for name in (*names, "lm_head.weight")}
+    counts = {name: count if re.search(pattern, name) else 1 for name in grads}
+    got = sum(counts[name] * float(grad.square().sum()) for name, grad in grads.items()) ** 0.5
+    assert explain_norm(got, grads, SMALL) == cause
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "qwen3_moe", "gpt2", "granite_swa", "deepseek_v3", "gemma4_text"]
+)
+def test_options_that_are_misread_change_outputs(family: str, tmp_path: Path) -> None:
+    model = TinyModel(family=family)
+    data = ragged(model.vocab_size, 0).for_oracle()[:4]
+    with ExpectedValues(tmp_path) as expected:
+        right = torch.cat([row["logprobs"] for row in expected.oracle(model).evaluate(data)])
+        changes = {}
+        for sentence, oracle in expected.mistaken_oracles(model):
+            wrong = torch.cat([row["logprobs"] for row in oracle.evaluate(data)])
+            changes[sentence] = float((wrong - right).abs().max())
+    without = [sentence for sentence, change in changes.items() if change < 1e-7]
+    assert len(changes) > 2 and not [s for s in without if not s.startswith(WITHOUT_EFFECT)]
 
 
 def test_loss_mistakes_cover_temperature_and_entropy() -> None:
