@@ -245,7 +245,7 @@ def _on_the_whole(name: str, error: float, limit: float, problem: str) -> Findin
 Mistakes = Callable[[], Iterator[tuple[str, Gradients]]]
 """Sentences about known mistakes, and the loss and gradients that each would give."""
 Shares = Callable[[], Iterator[tuple[str, Mapping[str, Tensor]]]]
-"""Labels of parts of a batch, and what each adds to the gradients."""
+"""Labels of parts of a batch, and the part of the gradients that each adds."""
 SAMPLED, MOST_ROWS = 1000, 4
 """Compared entries of a tensor, and rows that a sentence names."""
 Again = Callable[[], tuple[float, Mapping[str, Tensor]]]

@@ -291,7 +291,7 @@ ROTARY: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def misread_options(config: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Sentences about options of ``config`` that are not read, and what is taken for them."""
+    """Sentences about options of ``config`` that engines misread, and the values that they take."""
     for name, others in OPTIONS.items():
         value = getattr(config, name, None)
         for other in others(value, config) if value is not None else ():

@@ -76,7 +76,7 @@ def test_losses_and_gradients_are_explained() -> None:
         ([2.0, 2.0, 2.0, 2.0], None),
     ],
 )
-def test_sequences_that_count_otherwise_are_named(counts: list[float], cause: str | None) -> None:
+def test_uneven_counts_of_sequences_are_named(counts: list[float], cause: str | None) -> None:
     draw = torch.Generator().manual_seed(0)
     shares = [
         {"a": torch.randn(2000, 2, generator=draw), "b": torch.randn(7, generator=draw)} for _ in counts
@@ -102,7 +102,7 @@ def test_sequences_that_count_otherwise_are_named(counts: list[float], cause: st
         ("head|norm", 0.5, None),
     ],
 )
-def test_parts_that_norms_miscount_are_named(pattern: str, count: float, cause: str | None) -> None:
+def test_parts_miscounted_by_norms_are_named(pattern: str, count: float, cause: str | None) -> None:
     draw = torch.Generator().manual_seed(0)
     parts = ("norm", "self_attn.q_proj", *(f"mlp.experts.{expert}.up_proj" for expert in range(4)))
     names = [f"model.layers.{layer}.{part}.weight" for layer in range(3) for part in parts]
@@ -115,7 +115,7 @@ def test_parts_that_norms_miscount_are_named(pattern: str, count: float, cause: 
 @pytest.mark.parametrize(
     "family", ["gemma2", "qwen3_moe", "gpt2", "granite_swa", "deepseek_v3", "gemma4_text"]
 )
-def test_options_that_are_misread_change_outputs(family: str, tmp_path: Path) -> None:
+def test_misread_options_change_outputs(family: str, tmp_path: Path) -> None:
     model = TinyModel(family=family)
     data = ragged(model.vocab_size, 0).for_oracle()[:4]
     with ExpectedValues(tmp_path) as expected:
