@@ -33,28 +33,6 @@ from core_rl_trainer.algorithms.fields import (
 )
 from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
 
-__all__ = [
-    "GAE",
-    "GRPO",
-    "RLOO",
-    "AdvantageConfig",
-    "AdvantageEstimator",
-    "CustomAdvantage",
-    "DrGRPO",
-    "ReMax",
-    "ReinforcePlusPlus",
-    "ReinforcePlusPlusBaseline",
-    "discounted_sums",
-    "dr_grpo_advantages",
-    "gae_advantages",
-    "grpo_advantages",
-    "remax_advantages",
-    "returns_to_go",
-    "rloo_advantages",
-    "spread_to_tokens",
-    "whiten",
-]
-
 STD_FLOOR = 1e-6
 """Added to the standard deviation, as verl does: equal rewards give advantages of 0, not 0/0."""
 VARIANCE_FLOOR = 1e-8

@@ -45,7 +45,10 @@ class BestModel:
                 f"keep_best.metric = {rule.metric!r}: evaluations of this run have {', '.join(sorted(metrics))}"
             )
         value = metrics[rule.metric]
-        if not math.isfinite(value) or not self._better(value):
+        sign = 1 if rule.mode == "max" else -1
+        if not math.isfinite(value) or (
+            self._best is not None and sign * value <= sign * self._best["value"]
+        ):
             return
         path = self._root / f"step-{step:08d}"
         self._root.mkdir(exist_ok=True)
@@ -65,12 +68,6 @@ class BestModel:
             if path.name != best:
                 shutil.rmtree(path)
         self._update_link()
-
-    def _better(self, value: float) -> bool:
-        assert self._rule is not None
-        if self._best is None:
-            return True
-        return bool(value > self._best["value"] if self._rule.mode == "max" else value < self._best["value"])
 
     def _update_link(self) -> None:
         if self._best is None:

@@ -48,23 +48,8 @@ from core_rl_trainer.run.rollouts import Rollouts, rare_collections
 from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.workflows.user_code import open_user_code
 
-
-def _largest_advantage(batch: SequenceBatch) -> dict[str, float]:
-    """The largest magnitude among the trained tokens: 0 where nothing is learned. None for rules without advantages."""
-    if ADVANTAGES not in batch:
-        return {}
-    return {"advantage_max": max(batch[ADVANTAGES][batch.loss_mask].abs().tolist(), default=0.0)}
-
-
 LOGPROBS, VERSIONS = "logprobs", "versions"
-NAMES = (
-    "mismatch_k1",
-    "mismatch_k3",
-    "mismatch_chi2",
-    "mismatch_max",
-    "mismatch_share",
-    "mismatch_ppl_ratio",
-)
+NAMES = [f"mismatch_{name}" for name in ("k1", "k3", "chi2", "max", "share", "ppl_ratio")]
 NOTABLE_NATS = 0.01
 COMPARED, EVERY = 64, 8
 """Where the algorithm needs no log-probs of the train engine, one of 8 sequences is compared, at least 64."""
@@ -190,7 +175,10 @@ class OnlineLearner(Learner):
     def update(self, batch: SequenceBatch, step: int) -> dict[str, float]:
         """The updates of the critic, whose metrics begin with ``critic_``, and of the actor; their metrics."""
         prepared = self.interface.prepare(batch)
-        metrics = _largest_advantage(prepared)
+        metrics: dict[str, float] = {}
+        if ADVANTAGES in prepared:  # 0 where nothing is learned
+            advantages = prepared[ADVANTAGES][prepared.loss_mask]
+            metrics["advantage_max"] = max(advantages.abs().tolist(), default=0.0)
         if self.critic is not None and self.roles.critic is not None:
             with self.roles.working(self.roles.critic) as engine:
                 critic_metrics = self.critic.train_step(engine, prepared, self.mb_spec)
