@@ -322,25 +322,22 @@ def plan_remarks(plan: RunPlan) -> tuple[str, ...]:
     """Remarks on a plan that can run, and is probably not meant."""
     schedule, workload, data = plan.schedule, plan.workload, plan.recipe.data
     return (
-        *_ranks(plan.trainers, plan.cluster.is_local),
-        *_idle_ranks(plan.trainers, workload.examples_per_step * workload.sequences_per_example),
-        *_data(data, workload),
-        *_passes(schedule.steps, workload),
-        *_schedule(schedule, data.has_evaluation),
-        *_frozen(plan.recipe.model),
+        *_ranks(plan.trainers, workload, plan.cluster.is_local),
+        *_data(data, workload, schedule.steps),
+        *_training(schedule, plan.recipe.model, data.has_evaluation),
         *(_generation(Path(plan.recipe.model.path), plan.recipe.rollout) if plan.rollout is not None else ()),
     )
 
 
-def _ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], is_local: bool) -> Iterator[str]:
+def _ranks(
+    trainers: Mapping[str, EnginePlan[TrainEngineConfig]], workload: Workload, is_local: bool
+) -> Iterator[str]:
     alone = [plan.config for plan in trainers.values() if plan.colocated_with is None]
     ranks, cores = sum(config.layout.world_size for config in alone), os.cpu_count() or 1
     on_cpu = device_type(alone[0].device) == "cpu"
     if is_local and on_cpu and ranks > RANKS_PER_CORE * cores:
         yield f"{ranks} ranks on the {cores} cores of this machine: lower the degrees of engines.NAME.layout"
-
-
-def _idle_ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], sequences: int) -> Iterator[str]:
+    sequences = workload.examples_per_step * workload.sequences_per_example
     for name, plan in trainers.items():
         dp = plan.config.layout.dp
         if dp > sequences:
@@ -350,7 +347,7 @@ def _idle_ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], sequences
             )
 
 
-def _data(data: DataSection, workload: Workload) -> Iterator[str]:
+def _data(data: DataSection, workload: Workload, steps: int) -> Iterator[str]:
     train = {_identity(source) for source in data.train}
     shared = sorted({source.path for source in data.eval or () if _identity(source) in train})
     if shared:
@@ -360,13 +357,6 @@ def _data(data: DataSection, workload: Workload) -> Iterator[str]:
             f"{workload.examples_per_step} examples in a step, and {workload.examples} to train on: each step has some "
             "of them twice"
         )
-
-
-def _identity(source: DataSource) -> tuple[Path, str | None, str | None]:
-    return Path(source.path).resolve(), source.config, source.split
-
-
-def _passes(steps: int, workload: Workload) -> Iterator[str]:
     passes = steps * workload.examples_per_step / workload.examples
     if passes > MANY_PASSES:
         yield (
@@ -375,7 +365,11 @@ def _passes(steps: int, workload: Workload) -> Iterator[str]:
         )
 
 
-def _schedule(schedule: Schedule, has_evaluation: bool) -> Iterator[str]:
+def _identity(source: DataSource) -> tuple[Path, str | None, str | None]:
+    return Path(source.path).resolve(), source.config, source.split
+
+
+def _training(schedule: Schedule, model: ModelSection, has_evaluation: bool) -> Iterator[str]:
     if has_evaluation and schedule.eval_every > schedule.steps:
         yield (
             f"eval_every = {schedule.eval_every} and steps = {schedule.steps}: there are evaluations before and after "
@@ -386,9 +380,6 @@ def _schedule(schedule: Schedule, has_evaluation: bool) -> Iterator[str]:
         yield "optimizer.lr = 0: the weights stay as they are"
     elif lr >= HIGH_LR:
         yield f"optimizer.lr = {lr:g} is very high; 1e-6 to 1e-3 are usual"
-
-
-def _frozen(model: ModelSection) -> Iterator[str]:
     if model.frozen and model.lora is not None:
         yield (
             f"model.frozen = {list(model.frozen)} beside model.lora changes nothing: the adapter alone is trained, in "
