@@ -195,10 +195,9 @@ ObjectiveConfig = Annotated[
 class PolicyLoss:
     """Per token: ``-weight * objective + kl_coef * KL(policy || reference) - entropy_coef * entropy``.
 
-    The batch holds ``advantages``, ``logprobs`` (behaviour policy) and, where they are used,
-    ``prox_logprobs``, ``ref_logprobs`` and ``importance_weights``, all ``[T]``. Ratios are to the proximal
-    policy where the batch has it, else to the behaviour policy. Token fields may hold anything where the
-    mask is 0.
+    The batch holds ``advantages``, ``logprobs`` (behaviour policy) and, where they are used, ``prox_logprobs``,
+    ``ref_logprobs`` and ``importance_weights``, all ``[T]``. Ratios are to the proximal policy where the batch has it,
+    else to the behaviour policy. Token fields may hold anything where the mask is 0.
     """
 
     objective: Objective = field(default_factory=Clipped)

@@ -16,9 +16,11 @@ from core_rl.checkpoint.model_config import generation_config
 from core_rl.checkpoint.model_files import some
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.base import Config
+from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig, TrainEngineConfig
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.devices import device_type
+from core_rl.engine.guards import require_capability
 from core_rl.engine.loading import load_backend
 from core_rl.engine.schedule import schedule_length
 from core_rl.errors import CheckpointError, ConfigError, WeightsError, raise_all
@@ -50,7 +52,6 @@ from core_rl_trainer.plan.engines import (
     other_trainers,
     plan_online_engines,
     plan_supervised_engine,
-    require_trainer_capabilities,
     trained_engine,
 )
 from core_rl_trainer.plan.online_checks import check_algorithm, check_filter, check_sampling, check_token_ids
@@ -205,9 +206,10 @@ class PlanBuilder:
     ) -> tuple[dict[str, EnginePlan[TrainEngineConfig]], EnginePlan[InferenceEngineConfig] | None]:
         """Train engines by role, and the rollout engine; ``trainer`` is that of the trained model."""
         recipe, interface = self._recipe, self._interface
-        require_trainer_capabilities(
-            trainer[0], portable=recipe.save_portable_every > 0, colocated=recipe.colocated
-        )
+        if recipe.save_portable_every:
+            require_capability(trainer[0], Capability.PORTABLE_CHECKPOINT, "save_portable_every")
+        if recipe.colocated:
+            require_capability(trainer[0], Capability.OFFLOAD, "colocated = true")
         if isinstance(interface, SupervisedInterface):
             return plan_supervised_engine(trainer, recipe.cluster), None
         peers = other_trainers(

@@ -6,7 +6,8 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.errors import RolloutError
 from core_rl_trainer.rewards.calls import gather_group, name_of, place_of
 from core_rl_trainer.rewards.config import ENVIRONMENT
-from core_rl_trainer.rewards.functions import (
-    BatchedRewardFn,
-    RewardFn,
-    as_reward,
-    compute_reward,
-    compute_rewards,
-)
+from core_rl_trainer.rewards.functions import BatchedRewardFn, RewardFn, as_reward, compute_reward
 
 TERM = "reward/"
 """The beginning of the field of a batch, and of the metric, that hold one term of the rewards."""
@@ -110,21 +105,17 @@ class GroupScorer:
         self, term: RewardTerm, member: int, prompt_ids: Sequence[int], last: bool
     ) -> float | None:
         """The value of ``term`` for a completion; the ``last`` completion of the sample calls batched functions."""
-        data, timeout_s = self._data, self._timeout_s
+        compute = partial(
+            compute_reward, term.function, prompt_ids, data=self._data, timeout_s=self._timeout_s
+        )
         if not term.batched:
-            function, output_ids = cast("RewardFn", term.function), self._completions[member]
             subject = f"{self._subject}, completion {member}"
-            return await compute_reward(
-                function, prompt_ids, output_ids, data, subject=subject, timeout_s=timeout_s
-            )
+            value: float | None = await compute(self._completions[member], subject=subject)
+            return value
         rewards = self._batched[term.name]
         if last:
-            batched = cast("BatchedRewardFn", term.function)
             completions = [self._completions[number] for number in range(self._size)]
-            values = await compute_rewards(
-                batched, prompt_ids, completions, data, subject=self._subject, timeout_s=timeout_s
-            )
-            rewards.set_result(values)
+            rewards.set_result(await compute(completions, subject=self._subject, batched=True))
         return (await rewards)[member]
 
 

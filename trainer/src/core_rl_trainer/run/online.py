@@ -42,7 +42,7 @@ from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.config import REWARD_MODEL
 from core_rl_trainer.rewards.terms import TERM, reward_metrics
 from core_rl_trainer.run.doctor import JudgedEngine, RunDoctor
-from core_rl_trainer.run.engines import Roles, open_roles
+from core_rl_trainer.run.engines import Roles, micro_batches_of, open_roles
 from core_rl_trainer.run.loop import Learner
 from core_rl_trainer.run.rollouts import Rollouts, rare_collections
 from core_rl_trainer.run.run_directory import RunDirectory
@@ -334,6 +334,7 @@ def open_online(
         limit = plan.schedule.steps * plan.batch_size if settings.should_accept is None else None
         batches = NumberedBatches(plan.data.train, plan.batch_size, recipe.seed, limit)
         held_out = plan.data.held_out
+        trained = (roles.actor, roles.critic, roles.reference, roles.reward)
         yield OnlineLearner(
             interface=algorithm,
             batches=batches,
@@ -342,7 +343,7 @@ def open_online(
             rollouts=rollouts,
             critic=None if critic is None else make_interface(critic.interface),
             reward_weight=0.0 if reward_model is None else reward_model.weight,
-            mb_spec=roles.micro_batches(recipe.micro_batch_tokens, recipe.share_prefixes),
+            mb_spec=micro_batches_of(trained, recipe.micro_batch_tokens, recipe.share_prefixes),
             settings=settings,
             weights=directory.weights if settings.sync == "disk" else directory.rendezvous,
             sync_limit_s=recipe.timeouts.sync_s,

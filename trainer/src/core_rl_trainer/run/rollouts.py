@@ -102,8 +102,7 @@ class Rollouts:
     def training_batch(self, step: int, batches: Iterator[Sequence[Mapping[str, Any]]]) -> SequenceBatch:
         """Groups of completions of the prompts of ``step``, drawn from ``batches`` as far ahead as the recipe allows.
 
-        Raises `RolloutError` when a completion comes from weights that are older than that, or newer than
-        the engine's.
+        Raises `RolloutError` when a completion comes from weights that are older than that, or newer than the engine's.
         """
         settings = self.settings
         batch = self.engine.prepare_batch(

@@ -168,8 +168,7 @@ def readable_part(
 def restore_parts(groups: Mapping[str, EngineGroup], checkpoint: RunCheckpoint) -> None:
     """Load the parts of ``checkpoint``.
 
-    Raises `CheckpointDamaged` for changed files, and `CheckpointMismatch` when they do not belong
-    together.
+    Raises `CheckpointDamaged` for changed files, and `CheckpointMismatch` when they do not belong together.
     """
     for name, group in groups.items():
         try:
