@@ -45,10 +45,7 @@ class Objective(Config):
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
-        """The objective at each token.
-
-        ``logprobs`` (with a graph), ``old`` and ``advantages`` are ``[T]``, and 0 where ``loss_mask`` is false.
-        """
+        """The objective of ``logprobs`` (with a graph), ``old`` and ``advantages``; ``[T]``, 0 off ``loss_mask``."""
 
 
 class _ClipRange(Objective):

@@ -138,10 +138,7 @@ def _remedy(reason: str, otherwise: str) -> str:
 
 
 def read_directory(path: Path, config: str | None, split: str | None, default_split: str | None) -> Examples:
-    """A directory that ``datasets.save_to_disk`` wrote, or a copy of a dataset of the Hub.
-
-    Raises `ConfigError` when it is neither.
-    """
+    """A directory of ``datasets.save_to_disk``, or a copy of a dataset of the Hub; `ConfigError` when it is neither."""
     datasets = _datasets()
     try:
         saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()

@@ -89,7 +89,7 @@ def _unread_sections(sections: Collection[str], used: Collection[str]) -> Iterat
 
 @contextmanager
 def _added_to(problems: list[str], subject: str = "") -> Iterator[None]:
-    """A `ConfigError` inside the context becomes one of the ``problems``, behind its ``subject``."""
+    """Inside the context, a `ConfigError` is added to ``problems``, behind its ``subject``."""
     try:
         yield
     except ConfigError as error:

@@ -133,10 +133,7 @@ def rewards_differ(batch: SequenceBatch) -> bool:
 
 
 def load_callable(field: str, name: str) -> Any:
-    """The callable that ``module:name`` or ``path/file.py:name``, the value of ``field``, names.
-
-    Raises `ConfigError` if there is none.
-    """
+    """The callable ``module:name`` or ``path/file.py:name`` of the setting ``field``; `ConfigError` without one."""
     loaded = load_object(name, f"{field} = {name!r}", ConfigError)
     if not callable(loaded):
         raise ConfigError(f"{field} = {name!r} is {loaded!r}, which cannot be called; name a function")

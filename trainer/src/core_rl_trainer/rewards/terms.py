@@ -120,10 +120,7 @@ class GroupScorer:
 
 
 def reward_fields(rewards: Sequence[Reward]) -> dict[str, Tensor]:
-    """Sequence fields of a batch, float32 ``[B]``: ``rewards``, and ``reward/NAME`` for each term.
-
-    NaN stands for a term that does not apply to a sequence.
-    """
+    """``rewards`` and ``reward/NAME`` of each term, float32 ``[B]``; NaN where a term does not apply."""
     fields = {"rewards": torch.tensor([reward.total for reward in rewards], dtype=torch.float32)}
     for name in rewards[0].terms:
         values = [reward.terms[name] for reward in rewards]
@@ -133,10 +130,7 @@ def reward_fields(rewards: Sequence[Reward]) -> dict[str, Tensor]:
 
 
 def reward_metrics(batch: SequenceBatch, prefix: str = "") -> dict[str, float]:
-    """The mean of each term over the sequences that it applies to, as the metric ``reward/NAME`` after ``prefix``.
-
-    A term that applies to none is left out.
-    """
+    """``reward/NAME`` after ``prefix``: the mean of a term where it applies; without terms that apply to none."""
     return {
         f"{prefix}{name}": float(values.double().nanmean())
         for name, values in batch.sequences.items()

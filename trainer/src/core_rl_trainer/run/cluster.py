@@ -28,10 +28,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 def open_cluster(
     section: ClusterSection, engines: Mapping[str, EnginePlan[EngineConfig]], device: Device
 ) -> Iterator[Hosts]:
-    """The machines of ``section`` for ``engines``, by role; raises `ClusterError` unless all come.
-
-    They are released on the way out.
-    """
+    """The machines of ``section`` for ``engines``, by role, until the context ends; `ClusterError` unless all come."""
     with closing(cluster_hosts(section, engines, device)) as hosts:
         hosts.open()
         yield hosts
