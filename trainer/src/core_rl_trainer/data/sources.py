@@ -118,12 +118,7 @@ def read_table_file(path: Path, builder: str) -> Examples:
         raise ConfigError(f"{path} is empty; write examples into it")
     try:
         table = datasets.load_dataset(builder, data_files=glob.escape(str(path)), split="train")
-    except (
-        datasets.exceptions.DatasetsError,
-        datasets.builder.DatasetGenerationError,
-        OSError,
-        ValueError,
-    ) as error:
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         reason = str(error.__cause__ or error).partition("\n")[0]
         if "corresponds to no data" in reason:
             raise ConfigError(f"{path} has no rows; write examples into it") from error

@@ -241,13 +241,9 @@ class Recipe(Config):
     @property
     def model_directories(self) -> dict[str, str]:
         """Directories of weights, by their fields."""
-        sections = {
-            "model.path": self.model,
-            "critic.path": self.critic,
-            "reward_model.path": self.reward_model,
-        }
-        paths = {field: section.path for field, section in sections.items() if section is not None}
-        return {field: path for field, path in paths.items() if path is not None}
+        sections = {"model": self.model, "critic": self.critic, "reward_model": self.reward_model}
+        paths = {name: section.path for name, section in sections.items() if section is not None}
+        return {f"{name}.path": path for name, path in paths.items() if path is not None}
 
     @property
     def engine_fields(self) -> dict[str, Any]:

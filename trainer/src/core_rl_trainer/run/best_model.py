@@ -53,12 +53,8 @@ class BestModel:
         path = self._root / f"step-{step:08d}"
         self._root.mkdir(exist_ok=True)
         save(path)
-        self._best = {
-            "step": step,
-            "metric": rule.metric,
-            "value": value,
-            "model": f"{self._root.name}/{path.name}",
-        }
+        place = f"{self._root.name}/{path.name}"
+        self._best = {"step": step, "metric": rule.metric, "value": value, "model": place}
         self._update_link()
 
     def prune(self) -> None:

@@ -282,10 +282,8 @@ class OnlineLearner(Learner):
 
     def state_dict(self) -> dict[str, Any]:
         """With prompts that were drawn and not trained on."""
-        return super().state_dict() | {
-            "rollouts": self.rollouts.state_dict(),
-            "algorithm": self.interface.state_dict(),
-        }
+        state = {"rollouts": self.rollouts.state_dict(), "algorithm": self.interface.state_dict()}
+        return super().state_dict() | state
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
         """Resume from ``checkpoint``, whose weights are synced and whose prompts are submitted again."""
