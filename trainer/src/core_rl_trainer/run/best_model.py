@@ -46,9 +46,8 @@ class BestModel:
             )
         value = metrics[rule.metric]
         sign = 1 if rule.mode == "max" else -1
-        if not math.isfinite(value) or (
-            self._best is not None and sign * value <= sign * self._best["value"]
-        ):
+        best = -math.inf if self._best is None else sign * self._best["value"]
+        if not math.isfinite(value) or sign * value <= best:
             return
         path = self._root / f"step-{step:08d}"
         self._root.mkdir(exist_ok=True)

@@ -332,7 +332,7 @@ def open_online(
         limit = plan.schedule.steps * plan.batch_size if settings.should_accept is None else None
         batches = NumberedBatches(plan.data.train, plan.batch_size, recipe.seed, limit)
         held_out = plan.data.held_out
-        trained = (roles.actor, roles.critic, roles.reference, roles.reward)
+        groups = (roles.actor, roles.critic, roles.reference, roles.reward)
         yield OnlineLearner(
             interface=algorithm,
             batches=batches,
@@ -341,7 +341,7 @@ def open_online(
             rollouts=rollouts,
             critic=None if critic is None else make_interface(critic.interface),
             reward_weight=0.0 if reward_model is None else reward_model.weight,
-            mb_spec=micro_batches_of(trained, recipe.micro_batch_tokens, recipe.share_prefixes),
+            mb_spec=micro_batches_of(groups, recipe.micro_batch_tokens, recipe.share_prefixes),
             settings=settings,
             weights=directory.weights if settings.sync == "disk" else directory.rendezvous,
             sync_limit_s=recipe.timeouts.sync_s,
