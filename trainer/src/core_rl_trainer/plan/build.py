@@ -131,9 +131,7 @@ class PlanBuilder:
         recipe = recipe.with_steps(len(data.train), batch_size)
         schedule_length(recipe.optimizer, recipe.steps)
         require_budget(workload.largest_unit, recipe.micro_batch_tokens)
-        models = {
-            planned.config.model.model_dump_json(): planned.config.model for planned in trainers.values()
-        }
+        models = {role.config.model.model_dump_json(): role.config.model for role in trainers.values()}
         for model in models.values():  # compares names and shapes in the files with the config's
             unloaded = build_on_meta(model, seed=0, attn_implementation="eager")
             if unloaded is not None and (unused := unused_tensors(unloaded.model, model)):

@@ -168,9 +168,8 @@ class OnlineLearner(Learner):
         metrics = _describe(complete) | self.rollouts.counters() | staleness_of(batch, step - 1)
         if self.doctor is not None:
             metrics |= self.doctor.judge(step, compared, recomputed, self.save_model)
-        return complete, metrics | mismatch_of(recomputed, compared) | mismatch_by_lag(
-            recomputed, compared, step - 1
-        )
+        metrics |= mismatch_of(recomputed, compared) | mismatch_by_lag(recomputed, compared, step - 1)
+        return complete, metrics
 
     def update(self, batch: SequenceBatch, step: int) -> dict[str, float]:
         """The updates of the critic, whose metrics begin with ``critic_``, and of the actor; their metrics."""
@@ -391,16 +390,14 @@ def _describe(batch: SequenceBatch) -> dict[str, float]:
     equal = _reduce(rewards, groups, "amax") == _reduce(rewards, groups, "amin")
     reasons = batch.meta["stop_reason"]
     turns = {"turns": float(batch["turns"].double().mean())} if "turns" in batch else {}
-    return (
-        turns
-        | reward_metrics(batch)
-        | {
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std(correction=0)),
-            "reward_min": float(rewards.min()),
-            "reward_max": float(rewards.max()),
-            "groups_without_signal": float(equal.double().mean()),
-            "completion_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
-            "truncated": reasons.count("length") / len(reasons),
-        }
-    )
+    return {
+        **turns,
+        **reward_metrics(batch),
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(correction=0)),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
+        "groups_without_signal": float(equal.double().mean()),
+        "completion_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
+        "truncated": reasons.count("length") / len(reasons),
+    }
