@@ -174,19 +174,14 @@ def test_turns_follow_their_prompts(name: str, kind: str) -> None:
     assert marked(FORMATS[name], sequences) == SEQUENCES[name, kind]
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [user("a"), assistant("", tool_calls=[call('{"x": 1}')]), RESULT, assistant("A")],
-        [
-            user("a"),
-            assistant(None, tool_calls=[{"name": "f", "arguments": {"x": 1}}]),
-            RESULT,
-            assistant("A"),
-        ],
-        [user([{"type": "text", "text": "a"}]), *TOOLS[1:3], assistant([{"type": "text", "text": "A"}])],  # type: ignore[arg-type]
-    ],
-)
+SAME_CHATS = [
+    [user("a"), assistant("", tool_calls=[call('{"x": 1}')]), RESULT, assistant("A")],
+    [user("a"), assistant(None, tool_calls=[{"name": "f", "arguments": {"x": 1}}]), RESULT, assistant("A")],
+    [user([{"type": "text", "text": "a"}]), *TOOLS[1:3], assistant([{"type": "text", "text": "A"}])],  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("messages", SAME_CHATS)
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "gpt-oss", "mistral"])
 def test_forms_of_messages_render_alike(name: str, messages: list[dict[str, Any]]) -> None:
     sequences = demonstration_sequences(FORMATS[name], {"messages": messages, "tools": [SCHEMA]})

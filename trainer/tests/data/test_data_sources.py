@@ -90,13 +90,8 @@ def test_sources_are_written_as_a_recipe_has_them() -> None:
 
 
 def test_names_of_the_hub_are_no_missing_files() -> None:
-    names = {
-        "org/name": False,
-        "org/name@main": False,
-        "data/train.jsonl": True,
-        "train": True,
-        "/no/such": True,
-    }
+    names = {"org/name": False, "org/name@main": False}
+    names |= {"data/train.jsonl": True, "train": True, "/no/such": True}
     assert {name: is_missing(DataSource(path=name)) for name in names} == names
 
 
@@ -105,75 +100,55 @@ def test_names_of_the_hub_are_no_missing_files() -> None:
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (
-            "data.txt",
-            b"hello\n",
-            r"data.txt: is no JSONL file; data files are .jsonl, .json, .parquet and .csv",
-        ),
-        ("data.jsonl", b"PAR1\0\0", "is no JSONL file"),
-        ("data.jsonl", LFS, "data.jsonl: is a pointer of Git LFS; run `git lfs pull`"),
-        ("data.parquet", LFS, "data.parquet: is a pointer of Git LFS"),
-        (
-            "data.json",
-            b'{"version": "1",\n"data": [{}]}',
-            "is one object with 'version', 'data'; write a list",
-        ),
-        (
-            "data.json",
-            b'{"n": 1, "rows": [{"prompt": "1="}]}',
-            "is one object with 'n', 'rows'; write a list",
-        ),
-        ("data.json", b'{"prompt": {"0": "1="}}', r"is one object with 'prompt'; .*orient='records'"),
-        ("data.json", b"[1, 2", "data.json is not JSON"),
-        ("data.json", b'["a"]', "data.json: example 1 is a str; it must be an object"),
-        ("data.jsonl", b"\n\n", "data.jsonl has no prompts; write one with a 'prompt' on each line"),
-        ("data.jsonl", b'\n{"prompt": "1="}\n\n["1="]', "data.jsonl: line 4 is a list"),
-        (
-            "data.jsonl",
-            b'{"prompt": "1="}\n{"prompt": "\xff"}',
-            r"data.jsonl: line 2 is not UTF-8: .*; save it as UTF-8",
-        ),
-        ("data.jsonl", b"{\n" * 14, r"(?s)data.jsonl: 14 problems:.*line 1 .*line 10 .*- and 4 more$"),
-        ("data.jsonl", b'{"question": "1="}\n', "Its columns|data.columns.prompt=question"),
-        ("data.jsonl", '{"prompt": "1="}'.encode("utf-16"), "is UTF-16 or UTF-32; save it as UTF-8"),
-        (
-            "data.jsonl.gz",
-            gzip.compress(b'{"prompt": "1="}', mtime=0)[:-9],
-            "cannot be decompressed: .*end-of-stream",
-        ),
-        ("data.jsonl.gz", b"hello", "cannot be decompressed: Not a gzipped file"),
-        ("data.jsonl.zst", b"hello", r"data.jsonl.zst: .zst files are not read; decompress it \(`zstd -d "),
-        ("data.csv", b"", "data.csv is empty"),
-        ("data.csv", b"prompt,answer\n\n", "data.csv has no rows"),
-        (
-            "data.csv",
-            b"prompt;answer\n1;2\n",
-            "line 1: .*are separated by a semicolon, and must be by a comma",
-        ),
-        ("data.tsv", b"prompt,answer\n1,2\n", "are separated by a comma, and must be by a tab"),
-        ("data.csv", b",prompt\n0,1\n", r"line 1: column 1 has no name; .*to_csv\(index=False\)"),
-        ("data.csv", b"prompt,answer,prompt\n", "column 3 has the name 'prompt' of column 1"),
-        ("data.csv", b"prompt, answer\n", "column 2, ' answer', has blanks around its name"),
-        ("data.csv", b'prompt\n"1\n', "line 2 is not CSV: unexpected end of data"),
-        ("data.csv", b'prompt\n\n"1"2\n', "line 3 is not CSV: ',' expected after"),
-        ("data.csv", b"prompt,answer\n1\n2,3\n", "data.csv: line 2 has no cell for the column 'answer'"),
-        (
-            "data.csv",
-            b"prompt\n1\n2,3\n",
-            "line 3 has 2 cells for 1 columns: '3' comes after the column 'prompt'",
-        ),
-        ("data.csv", b"prompt,answer\n1,2\n\xef\xbb\xbfprompt,answer\n1,2\n", "line 3 repeats the header"),
-        (
-            "data.csv",
-            b"prompt\n1\n\xe9\n",
-            "line 3 is not UTF-8: at character 1 of '\ufffd'; save it as UTF-8",
-        ),
-        ("data.csv", b'prompt,answer\n1,2\n"",3\n', "data.csv: line 3 needs a text 'prompt'; it has ''"),
-    ],
-)
+DAMAGED_FILES = [
+    ("data.txt", b"hello\n", r"data.txt: is no JSONL file; data files are .jsonl, .json, .parquet and .csv"),
+    ("data.jsonl", b"PAR1\0\0", "is no JSONL file"),
+    ("data.jsonl", LFS, "data.jsonl: is a pointer of Git LFS; run `git lfs pull`"),
+    ("data.parquet", LFS, "data.parquet: is a pointer of Git LFS"),
+    ("data.json", b'{"version": "1",\n"data": [{}]}', "is one object with 'version', 'data'; write a list"),
+    ("data.json", b'{"n": 1, "rows": [{"prompt": "1="}]}', "is one object with 'n', 'rows'; write a list"),
+    ("data.json", b'{"prompt": {"0": "1="}}', r"is one object with 'prompt'; .*orient='records'"),
+    ("data.json", b"[1, 2", "data.json is not JSON"),
+    ("data.json", b'["a"]', "data.json: example 1 is a str; it must be an object"),
+    ("data.jsonl", b"\n\n", "data.jsonl has no prompts; write one with a 'prompt' on each line"),
+    ("data.jsonl", b'\n{"prompt": "1="}\n\n["1="]', "data.jsonl: line 4 is a list"),
+    (
+        "data.jsonl",
+        b'{"prompt": "1="}\n{"prompt": "\xff"}',
+        r"data.jsonl: line 2 is not UTF-8: .*; save it as UTF-8",
+    ),
+    ("data.jsonl", b"{\n" * 14, r"(?s)data.jsonl: 14 problems:.*line 1 .*line 10 .*- and 4 more$"),
+    ("data.jsonl", b'{"question": "1="}\n', "Its columns|data.columns.prompt=question"),
+    ("data.jsonl", '{"prompt": "1="}'.encode("utf-16"), "is UTF-16 or UTF-32; save it as UTF-8"),
+    (
+        "data.jsonl.gz",
+        gzip.compress(b'{"prompt": "1="}', mtime=0)[:-9],
+        "cannot be decompressed: .*end-of-stream",
+    ),
+    ("data.jsonl.gz", b"hello", "cannot be decompressed: Not a gzipped file"),
+    ("data.jsonl.zst", b"hello", r"data.jsonl.zst: .zst files are not read; decompress it \(`zstd -d "),
+    ("data.csv", b"", "data.csv is empty"),
+    ("data.csv", b"prompt,answer\n\n", "data.csv has no rows"),
+    ("data.csv", b"prompt;answer\n1;2\n", "line 1: .*are separated by a semicolon, and must be by a comma"),
+    ("data.tsv", b"prompt,answer\n1,2\n", "are separated by a comma, and must be by a tab"),
+    ("data.csv", b",prompt\n0,1\n", r"line 1: column 1 has no name; .*to_csv\(index=False\)"),
+    ("data.csv", b"prompt,answer,prompt\n", "column 3 has the name 'prompt' of column 1"),
+    ("data.csv", b"prompt, answer\n", "column 2, ' answer', has blanks around its name"),
+    ("data.csv", b'prompt\n"1\n', "line 2 is not CSV: unexpected end of data"),
+    ("data.csv", b'prompt\n\n"1"2\n', "line 3 is not CSV: ',' expected after"),
+    ("data.csv", b"prompt,answer\n1\n2,3\n", "data.csv: line 2 has no cell for the column 'answer'"),
+    (
+        "data.csv",
+        b"prompt\n1\n2,3\n",
+        "line 3 has 2 cells for 1 columns: '3' comes after the column 'prompt'",
+    ),
+    ("data.csv", b"prompt,answer\n1,2\n\xef\xbb\xbfprompt,answer\n1,2\n", "line 3 repeats the header"),
+    ("data.csv", b"prompt\n1\n\xe9\n", "line 3 is not UTF-8: at character 1 of '\ufffd'; save it as UTF-8"),
+    ("data.csv", b'prompt,answer\n1,2\n"",3\n', "data.csv: line 3 needs a text 'prompt'; it has ''"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGED_FILES)
 def test_files_of_unknown_type_are_named(
     tmp_path: Path, tokenizer: Any, name: str, content: bytes, message: str
 ) -> None:
@@ -182,21 +157,8 @@ def test_files_of_unknown_type_are_named(
         load(tokenizer, train=str(tmp_path / name))
 
 
-CELLS = [
-    "068",
-    "2",
-    "0.50",
-    "12345678901234567890",
-    "true",
-    "1e5",
-    "2024-01-02",
-    "null",
-    "NA",
-    "None",
-    "nan",
-    "N/A",
-]
-CELLS += [" 1 ", "1\r\n\n2", 'say "1"', "1,2\t3;4", "", "\0"]
+CELLS = ["068", "2", "0.50", "12345678901234567890", "true", "1e5", "2024-01-02", "null", "NA", "None"]
+CELLS += ["nan", "N/A", " 1 ", "1\r\n\n2", 'say "1"', "1,2\t3;4", "", "\0"]
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".CSV", ".csv.gz"])
@@ -326,71 +288,66 @@ VERL = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "name", "fields"),
-    [
-        (PROMPTS, VERL, "verl", {"answer": "1", "extra_info": {"index": 3}}),
-        (PROMPTS, VERL | {"answer": "7"}, "verl", {"answer": "7"}),
-        (DEMONSTRATIONS, {"prompt": "1=", "answer": "1"}, None, {}),
-        (DEMONSTRATIONS, {"prompt": "1=", "completion": "1"}, "TRL prompt-completion", {"answer": "1"}),
-        (
-            DEMONSTRATIONS,
-            {"prompt": [USER], "completion": [GOOD]},
-            "TRL prompt-completion",
-            {"answer": [GOOD]},
-        ),
-        (DEMONSTRATIONS, {"text": "1=1"}, "TRL language modeling", {"text": "1=1"}),
-        (
-            DEMONSTRATIONS,
-            {"conversations": [{"from": "human", "value": "1="}, {"from": "gpt", "value": "1"}]},
-            "ShareGPT",
-            {"messages": [USER, GOOD]},
-        ),
-        (PREFERENCES, {"prompt": "1=", "chosen": "1", "rejected": "2"}, None, {}),
-        (PREFERENCES, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, None, {"chosen": [GOOD]}),
-        (
-            PREFERENCES,
-            {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "TRL preference with an implicit prompt",
-            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
-        ),
-        (
-            PREFERENCES,
-            {"prompt": " 1=", "chosen": [USER, GOOD], "rejected": [USER, BAD], "score": 3},
-            "preference with whole conversations",
-            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "score": 3},
-        ),
-        (
-            PREFERENCES,
-            {"prompt": [USER], "chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
-            "preference with whole conversations",
-            {"prompt": [USER, GOOD, USER], "chosen": [GOOD], "rejected": [BAD]},
-        ),
-        *(
-            (
-                PREFERENCES,
-                {"messages": [USER, GOOD], "rejected": rejected},
-                name,
-                {"prompt": [USER], "chosen": [GOOD]},
-            )
-            for rejected, name in (
-                ("2", None),
-                (BAD, None),
-                ([BAD], None),
-                ([USER, BAD], "TRL preference with an implicit prompt"),
-            )
-        ),
-        (DEMONSTRATIONS, {"messages": json.dumps([USER, GOOD])}, None, {"messages": [USER, GOOD]}),
-        (PROMPTS, {"prompt": json.dumps([USER]), "tools": ""}, None, {"prompt": [USER], "tools": None}),
-        (PROMPTS, {"prompt": "[1, 2]="}, None, {"prompt": "[1, 2]="}),
+FORMATS = [
+    (PROMPTS, VERL, "verl", {"answer": "1", "extra_info": {"index": 3}}),
+    (PROMPTS, VERL | {"answer": "7"}, "verl", {"answer": "7"}),
+    (DEMONSTRATIONS, {"prompt": "1=", "answer": "1"}, None, {}),
+    (DEMONSTRATIONS, {"prompt": "1=", "completion": "1"}, "TRL prompt-completion", {"answer": "1"}),
+    (DEMONSTRATIONS, {"prompt": [USER], "completion": [GOOD]}, "TRL prompt-completion", {"answer": [GOOD]}),
+    (DEMONSTRATIONS, {"text": "1=1"}, "TRL language modeling", {"text": "1=1"}),
+    (
+        DEMONSTRATIONS,
+        {"conversations": [{"from": "human", "value": "1="}, {"from": "gpt", "value": "1"}]},
+        "ShareGPT",
+        {"messages": [USER, GOOD]},
+    ),
+    (PREFERENCES, {"prompt": "1=", "chosen": "1", "rejected": "2"}, None, {}),
+    (PREFERENCES, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, None, {"chosen": [GOOD]}),
+    (
+        PREFERENCES,
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        "TRL preference with an implicit prompt",
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    ),
+    (
+        PREFERENCES,
+        {"prompt": " 1=", "chosen": [USER, GOOD], "rejected": [USER, BAD], "score": 3},
+        "preference with whole conversations",
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "score": 3},
+    ),
+    (
+        PREFERENCES,
+        {"prompt": [USER], "chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
+        "preference with whole conversations",
+        {"prompt": [USER, GOOD, USER], "chosen": [GOOD], "rejected": [BAD]},
+    ),
+    *(
         (
             PREFERENCES,
-            {"chosen": "1= 1", "rejected": "1= 2"},
-            "TRL preference with an implicit prompt",
-            {"prompt": "1=", "chosen": " 1", "rejected": " 2"},
-        ),
-    ],
-)
+            {"messages": [USER, GOOD], "rejected": rejected},
+            name,
+            {"prompt": [USER], "chosen": [GOOD]},
+        )
+        for rejected, name in (
+            ("2", None),
+            (BAD, None),
+            ([BAD], None),
+            ([USER, BAD], "TRL preference with an implicit prompt"),
+        )
+    ),
+    (DEMONSTRATIONS, {"messages": json.dumps([USER, GOOD])}, None, {"messages": [USER, GOOD]}),
+    (PROMPTS, {"prompt": json.dumps([USER]), "tools": ""}, None, {"prompt": [USER], "tools": None}),
+    (PROMPTS, {"prompt": "[1, 2]="}, None, {"prompt": "[1, 2]="}),
+    (
+        PREFERENCES,
+        {"chosen": "1= 1", "rejected": "1= 2"},
+        "TRL preference with an implicit prompt",
+        {"prompt": "1=", "chosen": " 1", "rejected": " 2"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "name", "fields"), FORMATS)
 def test_formats_are_recognised_and_mapped(
     tmp_path: Path,
     tokenizer: Any,
@@ -408,55 +365,51 @@ def test_formats_are_recognised_and_mapped(
         assert load(tokenizer, kind, train=path).train.longest > 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "message"),
-    [
-        (
-            PREFERENCES,
-            {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
-            "has a 'chosen' that is the beginning of 'rejected'",
-        ),
-        (
-            PREFERENCES,
-            {"prompt": "2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "has a 'prompt' that is no",
-        ),
-        (
-            PREFERENCES,
-            {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [SYSTEM, USER, BAD]},
-            "do not begin with",
-        ),
-        (PREFERENCES, {"chosen": [GOOD], "rejected": [BAD]}, "do not begin with the same turns"),
-        (
-            PREFERENCES,
-            {"prompt": "1=", "chosen": [USER, GOOD], "rejected": "2"},
-            "has turns as 'chosen' that cannot",
-        ),
-        (
-            PREFERENCES,
-            {"prompt": [USER], "chosen": [SYSTEM, USER, GOOD], "rejected": [BAD]},
-            "'chosen' that cannot",
-        ),
-        (
-            PREFERENCES,
-            {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [BAD]},
-            "'chosen' that cannot follow",
-        ),
-        (
-            DEMONSTRATIONS,
-            {"messages": str([USER, GOOD])},
-            "has a text as 'messages' that is not JSON: .*column 3",
-        ),
-        (DEMONSTRATIONS, {"messages": "[]"}, "has 'messages' that are no list of objects"),
-        (PROMPTS, {"prompt": str([USER])}, "has a text as 'prompt' that is not JSON"),
-        (PROMPTS, {"prompt": "1=", "tools": "sum"}, "has a text as 'tools' that is not JSON"),
-        (
-            DEMONSTRATIONS,
-            {"prompt": "1=", "completion": "2", "label": False},
-            "trains on unpaired preferences",
-        ),
-    ],
-)
+UNCLEAR_CHATS = [
+    (
+        PREFERENCES,
+        {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
+        "has a 'chosen' that is the beginning of 'rejected'",
+    ),
+    (
+        PREFERENCES,
+        {"prompt": "2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        "has a 'prompt' that is no",
+    ),
+    (
+        PREFERENCES,
+        {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [SYSTEM, USER, BAD]},
+        "do not begin with",
+    ),
+    (PREFERENCES, {"chosen": [GOOD], "rejected": [BAD]}, "do not begin with the same turns"),
+    (
+        PREFERENCES,
+        {"prompt": "1=", "chosen": [USER, GOOD], "rejected": "2"},
+        "has turns as 'chosen' that cannot",
+    ),
+    (
+        PREFERENCES,
+        {"prompt": [USER], "chosen": [SYSTEM, USER, GOOD], "rejected": [BAD]},
+        "'chosen' that cannot",
+    ),
+    (
+        PREFERENCES,
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [BAD]},
+        "'chosen' that cannot follow",
+    ),
+    (
+        DEMONSTRATIONS,
+        {"messages": str([USER, GOOD])},
+        "has a text as 'messages' that is not JSON: .*column 3",
+    ),
+    (DEMONSTRATIONS, {"messages": "[]"}, "has 'messages' that are no list of objects"),
+    (PROMPTS, {"prompt": str([USER])}, "has a text as 'prompt' that is not JSON"),
+    (PROMPTS, {"prompt": "1=", "tools": "sum"}, "has a text as 'tools' that is not JSON"),
+    (DEMONSTRATIONS, {"prompt": "1=", "completion": "2", "label": False}, "trains on unpaired preferences"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), UNCLEAR_CHATS)
 def test_unclear_chats_name_their_line(
     tmp_path: Path, tokenizer: Any, kind: ExampleKind, row: dict[str, Any], message: str
 ) -> None:
@@ -482,13 +435,8 @@ def test_mixture_shares_are_exact_after_resuming() -> None:
     mixed, again = order(), order()
     drawn = [next(mixed) for _ in range(40)]
     assert sum(number < 5 for number in drawn) == 30
-    assert sorted(drawn[:20][n] for n in range(20) if drawn[n] < 5)[::3] == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]  # three whole passes
+    three_passes = sorted(number for number in drawn[:20] if number < 5)
+    assert three_passes[::3] == list(range(5))
     again.load_state_dict(json.loads(json.dumps(mixed.state_dict())))
     assert [next(again) for _ in range(40)] == [next(mixed) for _ in range(40)]
 

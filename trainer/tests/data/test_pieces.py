@@ -24,21 +24,7 @@ from core_rl_trainer.data.encoding import (
 from core_rl_trainer.data.pieces import continuation_ids, leading_ids, split_ids, text_ids
 from core_rl_trainer.data.tokenizers import decoded_runs, marked_text
 
-WORDS = [
-    *"ab 52.\n+=éA日",
-    "hello",
-    "ﬁ",
-    "e\u0301",
-    "\u0301",
-    "  ",
-    "\n\n",
-    "Answer:",
-    " yes",
-    "=5",
-    "123",
-    "😀",
-    "\t",
-]
+WORDS = [*"ab 52.\n\t+=éA日ﬁ😀\u0301", "e\u0301", "hello", "  ", "\n\n", "Answer:", " yes", "=5", "123"]
 TEXTS = st.lists(st.sampled_from([*WORDS, "<|user|>", "<|end|>", "</s>"]), min_size=1, max_size=6).map(
     "".join
 )

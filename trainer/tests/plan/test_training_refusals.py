@@ -170,17 +170,13 @@ def test_token_ids_beyond_the_vocabulary(start: Path, tmp_path: Path) -> None:
         dry_run(recipe)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (
-            '"4": 7',
-            '"?": 7',
-            r"reward_model.path = .*not that of model.path \(id 7 is '\?', not '4'; .*: 1\)",
-        ),
-        ('"=": 14', '"=": 14, "[PAD]": 15', None),
-    ],
-)
+OTHER_TOKENS = [
+    ('"4": 7', '"?": 7', r"reward_model.path = .*not that of model.path \(id 7 is '\?', not '4'; .*: 1\)"),
+    ('"=": 14', '"=": 14, "[PAD]": 15', None),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), OTHER_TOKENS)
 def test_reward_models_share_the_tokenizer(
     start: Path, tmp_path: Path, old: str, new: str, message: str | None
 ) -> None:
@@ -236,26 +232,22 @@ def test_schedule_ending_before_warm_up(start: Path, tmp_path: Path) -> None:
 NOTHING = "matches all parameters, so that nothing is left to train"
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "model", "message"),
-    [
-        ("sft", {"frozen": ["*"]}, NOTHING),
-        ("sft", {"frozen": ["model.*", "lm_head*"]}, NOTHING),
-        ("grpo", {"frozen": ["*"]}, NOTHING),
-        (
-            "sft",
-            {"frozen": ["model.layers.77.*"]},
-            r"model.frozen = \['model.layers.77.\*'\] match no parameter",
-        ),
-        ("grpo", {"frozen": ["visual.*", "model.*"]}, r"model.frozen = \['visual.\*'\] match no parameter"),
-        ("sft", {"frozen": ["*layers.9*"], "lora": {"rank": 2}}, "match no parameter; names look like"),
-        ("sft", {"frozen": ["model.layers.*"]}, None),
-        ("reward_model", {"frozen": ["model.*"]}, None),
-        ("reward_model", {"frozen": ["*"]}, NOTHING),
-        ("sft", {"frozen": ["*"], "lora": {"rank": 2}}, None),
-        ("ppo", {"frozen": ["*"]}, NOTHING),
-    ],
-)
+FROZEN = [
+    ("sft", {"frozen": ["*"]}, NOTHING),
+    ("sft", {"frozen": ["model.*", "lm_head*"]}, NOTHING),
+    ("grpo", {"frozen": ["*"]}, NOTHING),
+    ("sft", {"frozen": ["model.layers.77.*"]}, r"model.frozen = \['model.layers.77.\*'\] match no parameter"),
+    ("grpo", {"frozen": ["visual.*", "model.*"]}, r"model.frozen = \['visual.\*'\] match no parameter"),
+    ("sft", {"frozen": ["*layers.9*"], "lora": {"rank": 2}}, "match no parameter; names look like"),
+    ("sft", {"frozen": ["model.layers.*"]}, None),
+    ("reward_model", {"frozen": ["model.*"]}, None),
+    ("reward_model", {"frozen": ["*"]}, NOTHING),
+    ("sft", {"frozen": ["*"], "lora": {"rank": 2}}, None),
+    ("ppo", {"frozen": ["*"]}, NOTHING),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "model", "message"), FROZEN)
 def test_frozen_patterns_leave_something_to_train(
     start: Path, tmp_path: Path, algorithm: str, model: dict[str, Any], message: str | None
 ) -> None:

@@ -169,24 +169,20 @@ def test_a_written_recipe_can_be_read_again(start: Path, tmp_path: Path) -> None
 # ------------------------------------------------------------------ sampling
 
 
-@pytest.mark.parametrize(
-    ("rollout", "error", "message"),
-    [
-        (
-            {"top_p": 0.9},
-            ConfigError,
-            r"with top_p = 0.9 completions come from another distribution .*\nfix: leave",
-        ),
-        ({"logit_bias": {5: 2.0}, "min_p": 0.1}, ConfigError, r"min_p = 0.1, logit_bias = \(\(5, 2.0\),\)"),
-        ({"stop": [""]}, ConfigError, "stop has an empty text"),
-        (
-            {"stop": ["="], "engine": "sglang"},
-            UnsupportedCapability,
-            "'sglang' does not declare 'stop_strings'",
-        ),
-        ({"n": 8}, ConfigError, "unknown field 'rollout.n'"),
-    ],
-)
+UNSUPPORTED_SAMPLING = [
+    (
+        {"top_p": 0.9},
+        ConfigError,
+        r"with top_p = 0.9 completions come from another distribution .*\nfix: leave",
+    ),
+    ({"logit_bias": {5: 2.0}, "min_p": 0.1}, ConfigError, r"min_p = 0.1, logit_bias = \(\(5, 2.0\),\)"),
+    ({"stop": [""]}, ConfigError, "stop has an empty text"),
+    ({"stop": ["="], "engine": "sglang"}, UnsupportedCapability, "'sglang' does not declare 'stop_strings'"),
+    ({"n": 8}, ConfigError, "unknown field 'rollout.n'"),
+]
+
+
+@pytest.mark.parametrize(("rollout", "error", "message"), UNSUPPORTED_SAMPLING)
 def test_unsupported_sampling_is_refused(
     start: Path, tmp_path: Path, rollout: dict[str, Any], error: type[Exception], message: str
 ) -> None:

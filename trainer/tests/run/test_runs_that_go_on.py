@@ -66,28 +66,19 @@ def test_extended_moved_run_keeps_schedule(copied: Path, caplog: pytest.LogCaptu
     assert json.loads((copied / "result.json").read_text())["steps"] == 4
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["steps=1"], "steps = 1, and the run in .* has a checkpoint of step 2; set steps to 2 or more"),
-        (["seed=1"], r"fresh=true.*seed: 0 then, 1 now \(the order of the data follows from it\)"),
-        (["optimizer.lr=1", "steps=3"], r"optimizer.lr: 0.01 then, 1.0 now \(the moments in the checkpoint"),
-        (["engine=fsdp"], r"resume_from=DIR.*engine: .*same engine and layout"),
-        (
-            ["output_dir=new", "resume_from=nowhere"],
-            r"resume_from = '.*/nowhere': there is no such directory",
-        ),
-        (
-            ["resume_from={run}", "fresh=true"],
-            "is the run in output_dir itself, which the same command resumes",
-        ),
-        (
-            ["resume_from={run}", "output_dir=new", "seed=3"],
-            "shares its model and the order of its data.*seed",
-        ),
-        (["resume_from={run}", "output_dir=new", "steps=1"], "is of step 2, from which the run counts on"),
-    ],
-)
+FORBIDDEN_CHANGES = [
+    (["steps=1"], "steps = 1, and the run in .* has a checkpoint of step 2; set steps to 2 or more"),
+    (["seed=1"], r"fresh=true.*seed: 0 then, 1 now \(the order of the data follows from it\)"),
+    (["optimizer.lr=1", "steps=3"], r"optimizer.lr: 0.01 then, 1.0 now \(the moments in the checkpoint"),
+    (["engine=fsdp"], r"resume_from=DIR.*engine: .*same engine and layout"),
+    (["output_dir=new", "resume_from=nowhere"], r"resume_from = '.*/nowhere': there is no such directory"),
+    (["resume_from={run}", "fresh=true"], "is the run in output_dir itself, which the same command resumes"),
+    (["resume_from={run}", "output_dir=new", "seed=3"], "shares its model and the order of its data.*seed"),
+    (["resume_from={run}", "output_dir=new", "steps=1"], "is of step 2, from which the run counts on"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), FORBIDDEN_CHANGES)
 def test_forbidden_changes_are_named_with_reason(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
 ) -> None:

@@ -246,66 +246,60 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
     assert all(row["update_successful"] == 1 for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"algorithm": {"type": "ppo"}}, "'ppo' needs a critic; add a section 'critic'"),
-        ({"critic": {}}, "'ppo_actor' has no use for a critic"),
-        ({"algorithm": PPO, "critic": {"args": {"clip": 1}}}, "'ppo_critic': unknown field 'clip'"),
-        (
-            {"placement": {"actor": [0, 1]}},
-            r"actor = devices \[0, 1\]: it has 1 rank, and there is room for 2: .* name as many as it has ranks",
-        ),
-        (
-            {"rollout": {"sync": "lora", "sync_delta": True}},
-            "an adapter is sent whole; set sync_delta to false",
-        ),
-        ({"placement": {"rollout": [0, 1]}}, r"devices = \[0, 1\]: layout .* has 1 ranks"),
-        (
-            {"rollout": {"max_head_offpolicyness": 1}, "colocated": True},
-            "completions are generated while others train.*placement.rollout",
-        ),
-        (
-            {"engines": {"reference-rollout": {"devices": [0]}}},
-            "devices follows from the section 'placement'",
-        ),
-        ({"placement": {"critic": [0]}}, r"critic = devices \[0\]: this run has no such role"),
-        ({"placement": {"actor": [-1]}}, "'placement.actor.devices.0' = -1"),
-        ({"reward": None}, "reward = null needs a rollout.environment .*, or a reward_model"),
-        ({"reward_model": {"path": "nowhere"}}, "reward_model.path = '.*/nowhere': no such directory"),
-        (
-            {
-                "algorithm": {
-                    "type": "ppo",
-                    "args": {
-                        "mask_truncated_completions": True,
-                        "advantage": {"type": "gae", "bootstrap_truncated": True},
-                    },
-                }
-            },
-            "'ppo'.*bootstrap_truncated has no effect; set either to false",
-        ),
-        ({"algorithm": {"type": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),
-        ({"algorithm": {"type": "dpo", "args": {"clip_low": 0.1}}}, "'dpo': unknown field 'clip_low'"),
-        ({"rollout": {"max_new_tokens": 32}}, "leaves no room for a prompt in the context of 32 tokens"),
-        ({"algorithm": {"type": "ppo_critic"}}, "'ppo_critic' trains a critic.*set algorithm.type=ppo"),
-        ({"algorithm": {"type": "grpo", "args": {"advantage": "gae"}}}, "'grpo' needs a critic"),
-        (
-            {"algorithm": {"type": "rloo"}, "rollout": {"group_size": 1}},
-            "rollout.group_size = 1: the interface 'rloo' compares",
-        ),
-        (
-            {"rollout": {"environment": "nowhere:Env"}},
-            "rollout.environment = 'nowhere:Env': there is no module 'nowhere'",
-        ),
-        ({"rollout": {"should_accept": "core_rl_trainer.rewards.functions:no"}}, "has no attribute 'no'"),
-        (
-            {"engines": {"reference-rollout": {"max_head_offpolicyness": 2}}},
-            "engines.reference-rollout: max_head_offpolicyness follows from the section",
-        ),
-        ({"rollout": {"sync": "lora"}}, "rollout.sync = 'lora' sends an adapter, and model.lora is not set"),
-    ],
-)
+CONFLICTS = [
+    ({"algorithm": {"type": "ppo"}}, "'ppo' needs a critic; add a section 'critic'"),
+    ({"critic": {}}, "'ppo_actor' has no use for a critic"),
+    ({"algorithm": PPO, "critic": {"args": {"clip": 1}}}, "'ppo_critic': unknown field 'clip'"),
+    (
+        {"placement": {"actor": [0, 1]}},
+        r"actor = devices \[0, 1\]: it has 1 rank, and there is room for 2: .* name as many as it has ranks",
+    ),
+    ({"rollout": {"sync": "lora", "sync_delta": True}}, "an adapter is sent whole; set sync_delta to false"),
+    ({"placement": {"rollout": [0, 1]}}, r"devices = \[0, 1\]: layout .* has 1 ranks"),
+    (
+        {"rollout": {"max_head_offpolicyness": 1}, "colocated": True},
+        "completions are generated while others train.*placement.rollout",
+    ),
+    ({"engines": {"reference-rollout": {"devices": [0]}}}, "devices follows from the section 'placement'"),
+    ({"placement": {"critic": [0]}}, r"critic = devices \[0\]: this run has no such role"),
+    ({"placement": {"actor": [-1]}}, "'placement.actor.devices.0' = -1"),
+    ({"reward": None}, "reward = null needs a rollout.environment .*, or a reward_model"),
+    ({"reward_model": {"path": "nowhere"}}, "reward_model.path = '.*/nowhere': no such directory"),
+    (
+        {
+            "algorithm": {
+                "type": "ppo",
+                "args": {
+                    "mask_truncated_completions": True,
+                    "advantage": {"type": "gae", "bootstrap_truncated": True},
+                },
+            }
+        },
+        "'ppo'.*bootstrap_truncated has no effect; set either to false",
+    ),
+    ({"algorithm": {"type": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),
+    ({"algorithm": {"type": "dpo", "args": {"clip_low": 0.1}}}, "'dpo': unknown field 'clip_low'"),
+    ({"rollout": {"max_new_tokens": 32}}, "leaves no room for a prompt in the context of 32 tokens"),
+    ({"algorithm": {"type": "ppo_critic"}}, "'ppo_critic' trains a critic.*set algorithm.type=ppo"),
+    ({"algorithm": {"type": "grpo", "args": {"advantage": "gae"}}}, "'grpo' needs a critic"),
+    (
+        {"algorithm": {"type": "rloo"}, "rollout": {"group_size": 1}},
+        "rollout.group_size = 1: the interface 'rloo' compares",
+    ),
+    (
+        {"rollout": {"environment": "nowhere:Env"}},
+        "rollout.environment = 'nowhere:Env': there is no module 'nowhere'",
+    ),
+    ({"rollout": {"should_accept": "core_rl_trainer.rewards.functions:no"}}, "has no attribute 'no'"),
+    (
+        {"engines": {"reference-rollout": {"max_head_offpolicyness": 2}}},
+        "engines.reference-rollout: max_head_offpolicyness follows from the section",
+    ),
+    ({"rollout": {"sync": "lora"}}, "rollout.sync = 'lora' sends an adapter, and model.lora is not set"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CONFLICTS)
 def test_conflicting_settings_are_named_early(
     start: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:

@@ -14,17 +14,9 @@ from core_rl.errors import ConfigError
 from core_rl_trainer.recipe.sections import StopSection
 from core_rl_trainer.run.watch import Verdict, Watch
 
-GOOD = {
-    "loss": 0.5,
-    "grad_norm": 1.0,
-    "update_successful": 1.0,
-    "reward": 0.5,
-    "reward_min": 0.0,
-    "reward_max": 1.0,
-    "groups_without_signal": 0.2,
-    "advantage_max": 1.5,
-}
 SUPERVISED = {"loss": 0.5, "grad_norm": 1.0, "update_successful": 1.0}
+GOOD = SUPERVISED | {"reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "advantage_max": 1.5}
+GOOD["groups_without_signal"] = 0.2
 EQUAL = {"reward": 1.0, "reward_min": 1.0, "groups_without_signal": 1.0, "advantage_max": 0.0}
 
 

@@ -33,28 +33,6 @@ from core_rl_trainer.algorithms.fields import (
 )
 from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
 
-__all__ = [
-    "GAE",
-    "GRPO",
-    "RLOO",
-    "AdvantageConfig",
-    "AdvantageEstimator",
-    "CustomAdvantage",
-    "DrGRPO",
-    "ReMax",
-    "ReinforcePlusPlus",
-    "ReinforcePlusPlusBaseline",
-    "discounted_sums",
-    "dr_grpo_advantages",
-    "gae_advantages",
-    "grpo_advantages",
-    "remax_advantages",
-    "returns_to_go",
-    "rloo_advantages",
-    "spread_to_tokens",
-    "whiten",
-]
-
 STD_FLOOR = 1e-6
 """Added to the standard deviation, as verl does: equal rewards give advantages of 0, not 0/0."""
 VARIANCE_FLOOR = 1e-8
@@ -87,8 +65,7 @@ def token_rewards(rewards: Tensor, batch: SequenceBatch, penalties: Tensor | Non
 def overlong_penalty(batch: SequenceBatch, max_length: int, buffer: int) -> Tensor:
     """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), float32 ``[B]`` in [-1, 0].
 
-    0 up to ``max_length - buffer`` trained tokens, then falling linearly to -1 at ``max_length``. Added to
-    the rewards.
+    0 up to ``max_length - buffer`` trained tokens, then falling linearly to -1 at ``max_length``. Added to the rewards.
     """
     if not 0 < buffer <= max_length:
         raise BatchError(
@@ -193,9 +170,8 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def discounted_sums(values: Tensor, owner: Tensor, decay: float) -> Tensor:
     """``sum_k decay^k * values[t + k]`` over the entries after ``t`` with the same owner; float64 ``[N]``.
 
-    ``owner [N]`` numbers the sequence of each entry and never falls. Each round doubles how far an entry has
-    looked ahead (Hillis and Steele, CACM 29, 1986), so the longest sequence costs ``log2`` of its length in
-    vector operations.
+    ``owner [N]`` numbers the sequence of each entry and never falls. Each round doubles how far an entry has looked
+    ahead (Hillis and Steele, CACM 29, 1986), so the longest sequence costs ``log2`` of its length in vector operations.
     """
     sums, reach, factor = values.double().clone(), 1, decay
     longest = int(torch.bincount(owner).max()) if len(owner) else 0
@@ -224,10 +200,9 @@ def gae_advantages(
 ) -> Tensor:
     """GAE (arXiv:1506.02438, equation 16): ``sum_k (gamma * lam)^k * delta[t + k]``; ``[T]``, 0 at other tokens.
 
-    ``delta[t] = token_rewards[t] + gamma * V(next) - values[t]``, where ``values [T]`` belong to the state
-    before each token and the next state is that before the next trained token. After the last one it is
-    ``last_values [B]``: 0 by default, since the completion has ended. Returns for the critic are the advantages
-    plus ``values``.
+    ``delta[t] = token_rewards[t] + gamma * V(next) - values[t]``, where ``values [T]`` belong to the state before each
+    token and the next state is that before the next trained token. After the last one it is ``last_values [B]``: 0 by
+    default, since the completion has ended. Returns for the critic are the advantages plus ``values``.
     """
     positions, owner = _trained(batch)
     trained_values = values[positions].double()

@@ -45,10 +45,7 @@ class Objective(Config):
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
-        """The objective at each token.
-
-        ``logprobs`` (with a graph), ``old`` and ``advantages`` are ``[T]``, and 0 where ``loss_mask`` is false.
-        """
+        """The objective of ``logprobs`` (with a graph), ``old`` and ``advantages``; ``[T]``, 0 off ``loss_mask``."""
 
 
 class _ClipRange(Objective):
@@ -195,10 +192,9 @@ ObjectiveConfig = Annotated[
 class PolicyLoss:
     """Per token: ``-weight * objective + kl_coef * KL(policy || reference) - entropy_coef * entropy``.
 
-    The batch holds ``advantages``, ``logprobs`` (behaviour policy) and, where they are used,
-    ``prox_logprobs``, ``ref_logprobs`` and ``importance_weights``, all ``[T]``. Ratios are to the proximal
-    policy where the batch has it, else to the behaviour policy. Token fields may hold anything where the
-    mask is 0.
+    The batch holds ``advantages``, ``logprobs`` (behaviour policy) and, where they are used, ``prox_logprobs``,
+    ``ref_logprobs`` and ``importance_weights``, all ``[T]``. Ratios are to the proximal policy where the batch has it,
+    else to the behaviour policy. Token fields may hold anything where the mask is 0.
     """
 
     objective: Objective = field(default_factory=Clipped)

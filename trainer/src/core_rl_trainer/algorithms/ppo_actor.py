@@ -42,8 +42,6 @@ from core_rl_trainer.algorithms.objectives import Clipped, ObjectiveConfig, Poli
 from core_rl_trainer.algorithms.off_policy import CorrectionConfig, importance_metrics
 from core_rl_trainer.algorithms.updates import UpdatesConfig, merge_updates, peers, run_updates
 
-__all__ = ["OverlongConfig", "PPOActorConfig", "PPOActorInterface"]
-
 logger = logging.getLogger(__name__)
 
 MAX_ERROR = 0.2

@@ -34,10 +34,7 @@ def clipped_value_error(
 
 
 class PPOCriticConfig(UpdatesConfig):
-    """Settings of the critic, and its loss: `clipped_value_error`.
-
-    The batch holds ``values`` before the updates and ``returns``, both ``[T]``.
-    """
+    """Settings of the critic, and its loss `clipped_value_error` of ``returns`` and the earlier ``values``, ``[T]``."""
 
     value_clip: float | None = Field(default=0.2, gt=0.0)
     """A value that moves further than this from that before the updates gains nothing; null turns it off."""

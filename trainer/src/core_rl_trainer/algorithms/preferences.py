@@ -27,10 +27,7 @@ from core_rl_trainer.algorithms.sft import SupervisedInterface
 
 
 def find_pairs(batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-    """The chosen and the rejected sequence of each pair, int64 ``[P]`` each, in order of first appearance.
-
-    Raises as `check_pairs` does.
-    """
+    """Chosen and rejected sequence of each pair, int64 ``[P]``, by first appearance; raises as `check_pairs` does."""
     check_pairs(batch)
     marked = batch[CHOSEN].bool().tolist()
     ordered = [sorted(unit, key=lambda b: not marked[b]) for unit in units(batch)]

@@ -16,8 +16,6 @@ from core_rl.data.outputs import ModelOutput, masked_sum
 from core_rl_trainer.algorithms.aggregation import Aggregation, aggregate, weight_fn
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
 
-__all__ = ["EvalEngineLike", "SFTConfig", "SFTInterface", "SupervisedInterface"]
-
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 

@@ -53,10 +53,7 @@ def run_updates(
 
 
 def merge_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One number for each metric of several updates: means, and extremes of names in ``_max`` and ``_min``.
-
-    A skipped update may lack some.
-    """
+    """Metrics of several updates: means, and extremes of ``_max`` and ``_min``. A skipped update may lack some."""
     merged = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]

@@ -30,6 +30,7 @@ class NumberedBatches(Iterator[list[Sample]]):
         self._batch_size = batch_size
         self._limit = limit
         self._drawn = 0
+        self._samples = [len(part) for part in dataset.parts]
 
     def __next__(self) -> list[Sample]:
         if self._limit is not None and self._drawn >= self._limit:
@@ -47,17 +48,14 @@ class NumberedBatches(Iterator[list[Sample]]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data order, and the number of samples of each source, as JSON."""
-        return {"drawn": self._drawn, "order": self._order.state_dict(), "samples": self._sample_counts()}
-
-    def _sample_counts(self) -> list[int]:
-        return [len(part) for part in self._dataset.parts]
+        return {"drawn": self._drawn, "order": self._order.state_dict(), "samples": self._samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state``. Raises `CheckpointMismatch` for sources with other numbers of samples than before."""
-        if (before := state["samples"]) != self._sample_counts():
+        if (before := state["samples"]) != self._samples:
             raise CheckpointMismatch(
                 f"data.train: the sources had {before} samples when the checkpoint was written, and have "
-                f"{self._sample_counts()} now; restore them"
+                f"{self._samples} now; restore them"
             )
         self._drawn = int(state["drawn"])
         self._order.load_state_dict(state["order"])

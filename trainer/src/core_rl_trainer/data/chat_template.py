@@ -143,10 +143,7 @@ class ChatTemplate:
     arguments: Mapping[str, Any]
 
     def formed(self, messages: Sequence[Message], *, to_be_continued: bool) -> Rendered:
-        """``messages`` in the first form that the template renders as a whole.
-
-        Raises `BatchError` where it takes none.
-        """
+        """``messages`` in the first form that the template renders as a whole; `BatchError` where it takes none."""
         if "tool_call_id" not in self.text and (reply := misplaced_reply(messages)) is not None:
             raise BatchError(
                 f"has the reply to the tool call {reply!r} before that to an earlier call, and the chat template shows "

@@ -237,10 +237,7 @@ def _names(example: Example) -> str:
 
 
 def _converted(example: Example, kind: ExampleKind, chats: bool) -> tuple[Example, str | None]:
-    """``example`` in the fields of ``kind``, and the name of the format that it has; without the converted columns.
-
-    Raises `BatchError` without a subject.
-    """
+    """``example`` in the fields of ``kind``, and the name of its format; `BatchError` without a subject."""
     for name, (neutral, fix) in REFUSED.items():
         refused = kind.name != "prompts" or fix == MEDIA_FIX
         if refused and example.get(name) not in (*EMPTY, neutral, str(neutral)):

@@ -198,9 +198,14 @@ def encode_examples(
         try:
             sample = _encoded(row, kind, chat_format, examples.origin)
             size = kind.size(sample)
-            _check_length(size.longest, limit, row.label)
         except BatchError as error:
             problems.append(str(error))
+            continue
+        if limit is not None and size.longest > limit:
+            problems.append(
+                f"{row.label} has {size.longest} tokens, longer than the {limit} tokens that the model's context "
+                "leaves; shorten it, or lower rollout.max_new_tokens where there are rollouts"
+            )
             continue
         samples[row.number] = sample, size
         images = bool(images_of(sample))
@@ -234,15 +239,6 @@ def _encoded(row: Row, kind: ExampleKind, chat_format: ChatFormat, origin: str) 
         raise BatchError(f"{row.label}: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{origin}: {row.label}: {error}") from error
-
-
-def _check_length(longest: int, limit: int | None, label: str) -> None:
-    """Raise `BatchError` for a sequence of more than ``limit`` tokens."""
-    if limit is not None and longest > limit:
-        raise BatchError(
-            f"{label} has {longest} tokens, longer than the {limit} tokens that the model's context leaves; shorten "
-            "it, or lower rollout.max_new_tokens where there are rollouts"
-        )
 
 
 def _report(problems: list[str], examples: Examples, noun: str, drop: bool, others: bool) -> None:

@@ -137,7 +137,7 @@ def check_preference(example: Example) -> str | None:
 
 
 def _completion_problem(example: Example, name: str, further: str = "") -> str | None:
-    """A problem of a completion: it is a text, or turns, one of the assistant, that can follow a chat."""
+    """A problem of a completion: it is a text, or turns, with some of the assistant, that can follow a chat."""
     completion, prompt = example[name], example["prompt"]
     if isinstance(completion, str):
         return None

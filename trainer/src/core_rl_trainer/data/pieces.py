@@ -39,10 +39,7 @@ def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def split_ids(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> tuple[list[int], list[int]]:
-    """Token ids of ``before + text``, split where ``text`` begins.
-
-    Raises `BatchError` for a token that reaches over both.
-    """
+    """Token ids of ``before + text``, split where ``text`` begins; `BatchError` for a token that reaches over both."""
     start, ids = text_ids(tokenizer, before), text_ids(tokenizer, before + text)
     extended = ids[: len(start)] == start
     if extended and (tokenizer.unk_token_id is None or start[-1:] != [tokenizer.unk_token_id]):

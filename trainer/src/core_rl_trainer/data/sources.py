@@ -118,12 +118,7 @@ def read_table_file(path: Path, builder: str) -> Examples:
         raise ConfigError(f"{path} is empty; write examples into it")
     try:
         table = datasets.load_dataset(builder, data_files=glob.escape(str(path)), split="train")
-    except (
-        datasets.exceptions.DatasetsError,
-        datasets.builder.DatasetGenerationError,
-        OSError,
-        ValueError,
-    ) as error:
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         reason = str(error.__cause__ or error).partition("\n")[0]
         if "corresponds to no data" in reason:
             raise ConfigError(f"{path} has no rows; write examples into it") from error
@@ -138,10 +133,7 @@ def _remedy(reason: str, otherwise: str) -> str:
 
 
 def read_directory(path: Path, config: str | None, split: str | None, default_split: str | None) -> Examples:
-    """A directory that ``datasets.save_to_disk`` wrote, or a copy of a dataset of the Hub.
-
-    Raises `ConfigError` when it is neither.
-    """
+    """A directory of ``datasets.save_to_disk``, or a copy of a dataset of the Hub; `ConfigError` when it is neither."""
     datasets = _datasets()
     try:
         saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()

@@ -65,10 +65,7 @@ def context_length(path: str) -> int | None:
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, paths: Mapping[str, str | None]) -> None:
-    """Raise one `ConfigError` for models, by field, that read the ids of ``tokenizer`` as other tokens.
-
-    A directory without a tokenizer is not checked.
-    """
+    """Raise one `ConfigError` for models, by field, with a tokenizer that reads the ids of ``tokenizer`` otherwise."""
     problems = [
         problem
         for field, path in paths.items()
@@ -119,10 +116,7 @@ def _model_ends(path: str, _modified: tuple[int, ...]) -> frozenset[int]:
 def require_end_tokens(
     tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] = (), stop: Sequence[str] = ()
 ) -> dict[int, str]:
-    """Texts of the end tokens, and of ``stop_token_ids``, by id.
-
-    Raises `ConfigError` where there is none, and no text ``stop``.
-    """
+    """Texts of the end tokens and ``stop_token_ids``, by id; `ConfigError` without any, and without a text ``stop``."""
     ends = sorted({*all_end_tokens(tokenizer), *stop_token_ids})
     if not ends and not stop:
         raise ConfigError(

@@ -119,7 +119,8 @@ def with_implicit_prompt(example: Example) -> Example:
         same -= 1
     if not same:
         raise BatchError("has conversations as 'chosen' and 'rejected' that do not begin with the same turns")
-    if isinstance(prompt, str) and prompt.strip() not in _user_texts(first[:same]):
+    users = [turn for turn in first[:same] if isinstance(turn, Mapping) and turn.get("role") == "user"]
+    if isinstance(prompt, str) and prompt.strip() not in [str(turn.get("content")).strip() for turn in users]:
         raise BatchError(
             f"has a 'prompt' that is no turn of the user at the beginning of 'chosen' and 'rejected': {prompt[:80]!r}; "
             "correct it, or leave the column out"
@@ -138,9 +139,3 @@ def _is_inside(letter: str) -> bool:
     """Whether ``letter`` is part of a word, or joined to the letter before."""
     joined = unicodedata.category(letter).startswith("M") or letter == "\u200d"
     return joined or (letter.isalnum() and letter < FIRST_IDEOGRAPH)
-
-
-def _user_texts(turns: Sequence[object]) -> list[str]:
-    """The texts of the user's turns, without blanks around them."""
-    users = [turn for turn in turns if isinstance(turn, Mapping) and turn.get("role") == "user"]
-    return [str(turn.get("content")).strip() for turn in users]

@@ -84,12 +84,13 @@ def rollout_samples(
     shown = []
     for number, (ids, drawn, versions) in enumerate(sequences):
         drawn_versions = versions[drawn].tolist() or [-1]
+        answer = examples[number].get("answer")
         sample = RolloutSample(
             **_text_fields(ids, drawn, tokenizer, images_of(examples[number])),
             reward=float(batch["rewards"][number]),
             versions=(min(drawn_versions), max(drawn_versions)),
             stop_reason=str(batch.meta["stop_reason"][number]),
-            answer=_answer(examples[number].get("answer")),
+            answer=answer if answer is None or isinstance(answer, str) else json_text(answer),
         )
         shown.append(sample)
     return tuple(shown)
@@ -130,10 +131,3 @@ def _text_fields(
             for image in images
         ),
     }
-
-
-def _answer(value: Any) -> str | None:
-    """An answer of the data as text."""
-    if value is None or isinstance(value, str):
-        return value
-    return json_text(value)

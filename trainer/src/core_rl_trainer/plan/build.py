@@ -16,9 +16,11 @@ from core_rl.checkpoint.model_config import generation_config
 from core_rl.checkpoint.model_files import some
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.base import Config
+from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig, TrainEngineConfig
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.devices import device_type
+from core_rl.engine.guards import require_capability
 from core_rl.engine.loading import load_backend
 from core_rl.engine.schedule import schedule_length
 from core_rl.errors import CheckpointError, ConfigError, WeightsError, raise_all
@@ -50,7 +52,6 @@ from core_rl_trainer.plan.engines import (
     other_trainers,
     plan_online_engines,
     plan_supervised_engine,
-    require_trainer_capabilities,
     trained_engine,
 )
 from core_rl_trainer.plan.online_checks import check_algorithm, check_filter, check_sampling, check_token_ids
@@ -130,9 +131,7 @@ class PlanBuilder:
         recipe = recipe.with_steps(len(data.train), batch_size)
         schedule_length(recipe.optimizer, recipe.steps)
         require_budget(workload.largest_unit, recipe.micro_batch_tokens)
-        models = {
-            planned.config.model.model_dump_json(): planned.config.model for planned in trainers.values()
-        }
+        models = {role.config.model.model_dump_json(): role.config.model for role in trainers.values()}
         for model in models.values():  # compares names and shapes in the files with the config's
             unloaded = build_on_meta(model, seed=0, attn_implementation="eager")
             if unloaded is not None and (unused := unused_tensors(unloaded.model, model)):
@@ -205,9 +204,10 @@ class PlanBuilder:
     ) -> tuple[dict[str, EnginePlan[TrainEngineConfig]], EnginePlan[InferenceEngineConfig] | None]:
         """Train engines by role, and the rollout engine; ``trainer`` is that of the trained model."""
         recipe, interface = self._recipe, self._interface
-        require_trainer_capabilities(
-            trainer[0], portable=recipe.save_portable_every > 0, colocated=recipe.colocated
-        )
+        if recipe.save_portable_every:
+            require_capability(trainer[0], Capability.PORTABLE_CHECKPOINT, "save_portable_every")
+        if recipe.colocated:
+            require_capability(trainer[0], Capability.OFFLOAD, "colocated = true")
         if isinstance(interface, SupervisedInterface):
             return plan_supervised_engine(trainer, recipe.cluster), None
         peers = other_trainers(
@@ -322,25 +322,22 @@ def plan_remarks(plan: RunPlan) -> tuple[str, ...]:
     """Remarks on a plan that can run, and is probably not meant."""
     schedule, workload, data = plan.schedule, plan.workload, plan.recipe.data
     return (
-        *_ranks(plan.trainers, plan.cluster.is_local),
-        *_idle_ranks(plan.trainers, workload.examples_per_step * workload.sequences_per_example),
-        *_data(data, workload),
-        *_passes(schedule.steps, workload),
-        *_schedule(schedule, data.has_evaluation),
-        *_frozen(plan.recipe.model),
+        *_ranks(plan.trainers, workload, plan.cluster.is_local),
+        *_data(data, workload, schedule.steps),
+        *_training(schedule, plan.recipe.model, data.has_evaluation),
         *(_generation(Path(plan.recipe.model.path), plan.recipe.rollout) if plan.rollout is not None else ()),
     )
 
 
-def _ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], is_local: bool) -> Iterator[str]:
+def _ranks(
+    trainers: Mapping[str, EnginePlan[TrainEngineConfig]], workload: Workload, is_local: bool
+) -> Iterator[str]:
     alone = [plan.config for plan in trainers.values() if plan.colocated_with is None]
     ranks, cores = sum(config.layout.world_size for config in alone), os.cpu_count() or 1
     on_cpu = device_type(alone[0].device) == "cpu"
     if is_local and on_cpu and ranks > RANKS_PER_CORE * cores:
         yield f"{ranks} ranks on the {cores} cores of this machine: lower the degrees of engines.NAME.layout"
-
-
-def _idle_ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], sequences: int) -> Iterator[str]:
+    sequences = workload.examples_per_step * workload.sequences_per_example
     for name, plan in trainers.items():
         dp = plan.config.layout.dp
         if dp > sequences:
@@ -350,7 +347,7 @@ def _idle_ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], sequences
             )
 
 
-def _data(data: DataSection, workload: Workload) -> Iterator[str]:
+def _data(data: DataSection, workload: Workload, steps: int) -> Iterator[str]:
     train = {_identity(source) for source in data.train}
     shared = sorted({source.path for source in data.eval or () if _identity(source) in train})
     if shared:
@@ -360,13 +357,6 @@ def _data(data: DataSection, workload: Workload) -> Iterator[str]:
             f"{workload.examples_per_step} examples in a step, and {workload.examples} to train on: each step has some "
             "of them twice"
         )
-
-
-def _identity(source: DataSource) -> tuple[Path, str | None, str | None]:
-    return Path(source.path).resolve(), source.config, source.split
-
-
-def _passes(steps: int, workload: Workload) -> Iterator[str]:
     passes = steps * workload.examples_per_step / workload.examples
     if passes > MANY_PASSES:
         yield (
@@ -375,7 +365,11 @@ def _passes(steps: int, workload: Workload) -> Iterator[str]:
         )
 
 
-def _schedule(schedule: Schedule, has_evaluation: bool) -> Iterator[str]:
+def _identity(source: DataSource) -> tuple[Path, str | None, str | None]:
+    return Path(source.path).resolve(), source.config, source.split
+
+
+def _training(schedule: Schedule, model: ModelSection, has_evaluation: bool) -> Iterator[str]:
     if has_evaluation and schedule.eval_every > schedule.steps:
         yield (
             f"eval_every = {schedule.eval_every} and steps = {schedule.steps}: there are evaluations before and after "
@@ -386,9 +380,6 @@ def _schedule(schedule: Schedule, has_evaluation: bool) -> Iterator[str]:
         yield "optimizer.lr = 0: the weights stay as they are"
     elif lr >= HIGH_LR:
         yield f"optimizer.lr = {lr:g} is very high; 1e-6 to 1e-3 are usual"
-
-
-def _frozen(model: ModelSection) -> Iterator[str]:
     if model.frozen and model.lora is not None:
         yield (
             f"model.frozen = {list(model.frozen)} beside model.lora changes nothing: the adapter alone is trained, in "

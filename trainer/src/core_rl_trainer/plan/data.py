@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -29,8 +29,6 @@ from core_rl_trainer.recipe.rollout import RolloutSection
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DataPlan: TypeAlias = tuple[TrainingData, Workload, DataSummary]
-
 
 def plan_data(
     section: DataSection,
@@ -43,7 +41,7 @@ def plan_data(
     seed: int,
     vision_model: str | None,
     rewards: Collection[Callable[..., Any]] = (),
-) -> DataPlan:
+) -> tuple[TrainingData, Workload, DataSummary]:
     """The examples of ``section``, with bounds and a summary of them.
 
     ``models`` are directories, of which the trained one has this ``context``. ``vision_model`` is the directory of a
@@ -139,7 +137,6 @@ def _recorded_data(earlier: Sequence[Path]) -> Mapping[str, Any] | None:
     """The section ``data`` of the first run in ``earlier``; None for a run that begins."""
     for directory in earlier:
         if (directory / RECIPE).is_file():
-            recorded: dict[str, Any] = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))
-            data: dict[str, Any] = recorded["data"]
+            data: dict[str, Any] = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))["data"]
             return data
     return None

@@ -13,7 +13,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.engine import guards, inference_guards
 from core_rl.engine.guards import require_capability, require_sync
 from core_rl.engine.loading import load_backend
-from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
+from core_rl.errors import ConfigError, raise_all
 from core_rl.launch.hosts import Slot
 from core_rl.registry.spec import EngineSpec
 from core_rl.toolkit.footprint import footprint_of
@@ -68,16 +68,6 @@ def checked_trainer(configured: ConfiguredEngine) -> Trainer:
             f"model.frozen = {list(frozen)} matches all parameters, so that nothing is left to train; leave some out"
         )
     return spec, config
-
-
-def require_trainer_capabilities(spec: EngineSpec, *, portable: bool, colocated: bool) -> None:
-    """Raise `UnsupportedCapability` for settings of the recipe that the train engine lacks."""
-    if portable and not spec.supports(Capability.PORTABLE_CHECKPOINT):
-        raise UnsupportedCapability(
-            f"save_portable_every: the engine {spec.name!r} does not declare 'portable_checkpoint'; leave it out"
-        )
-    if colocated and not spec.supports(Capability.OFFLOAD):
-        raise UnsupportedCapability(f"colocated = true: the engine {spec.name!r} does not declare 'offload'")
 
 
 def other_trainers(

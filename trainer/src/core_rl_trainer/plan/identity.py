@@ -92,10 +92,7 @@ class RunIdentity:
 
     @staticmethod
     def of(recipe: Recipe, digests: Mapping[str, str] = MappingProxyType({})) -> RunIdentity:
-        """The identity of a run of ``recipe`` that begins now; reads its data files.
-
-        ``digests`` are those of `TrainingData`.
-        """
+        """The identity of a run that begins now; reads its data files. ``digests`` come from `TrainingData`."""
         files = {
             f"data.{field}.{number}": _digest(Path(source.path), paths)
             for field in FILES

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ from core_rl.launch.hosts import load_hosts
 from core_rl.registry.engines import engine_names
 from core_rl_trainer.outputs.run_files import require_free_directory
 from core_rl_trainer.plan.engine_config import EngineSections
-from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -48,17 +48,18 @@ def preflight(recipe: Recipe) -> tuple[str, ...]:
     problems = [*_engine_problems(recipe.engines, used)]
     started = {name: section for name, section in recipe.engines.items() if name in used}
     problems += unset_references(recipe.model_dump() | {"engines": started})
-    problems += _directory_problems(recipe.directory)
-    problems += _cluster_problems(recipe.cluster)
+    with _added_to(problems):
+        require_free_directory(recipe.directory)
+    with _added_to(problems, f"cluster.type = {recipe.cluster.type!r}: "):
+        if not recipe.cluster.is_local:
+            load_hosts(recipe.cluster.type)
     models = recipe.model_directories
     if recipe.model.lora is not None and recipe.model.lora.path is not None:
         models["model.lora.path"] = recipe.model.lora.path
     weights: dict[str, WeightFiles] = {}
     for name, path in models.items():
-        try:
+        with _added_to(problems, f"{name} = {path!r}: "):
             weights[name] = _weights(path, "adapter_model" if name == "model.lora.path" else "model")
-        except ConfigError as error:
-            problems.append(f"{name} = {path!r}: {error}")
     raise_all(ConfigError, "recipe", problems)
     optimizers = {"model.path": None if recipe.model.lora is not None else recipe.optimizer}
     if recipe.critic is not None:
@@ -86,19 +87,13 @@ def _unread_sections(sections: Collection[str], used: Collection[str]) -> Iterat
         yield f"engines.{', engines.'.join(ignored)} not read: the engines of this recipe are {engines}"
 
 
-def _directory_problems(directory: Path) -> Iterator[str]:
+@contextmanager
+def _added_to(problems: list[str], subject: str = "") -> Iterator[None]:
+    """Inside the context, a `ConfigError` is added to ``problems``, behind its ``subject``."""
     try:
-        require_free_directory(directory)
+        yield
     except ConfigError as error:
-        yield str(error)
-
-
-def _cluster_problems(cluster: ClusterSection) -> Iterator[str]:
-    try:
-        if not cluster.is_local:
-            load_hosts(cluster.type)
-    except ConfigError as error:
-        yield f"cluster.type = {cluster.type!r}: {error}"
+        problems.append(f"{subject}{error}")
 
 
 def _weights(path: str, prefix: str) -> WeightFiles:

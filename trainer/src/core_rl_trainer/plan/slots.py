@@ -28,13 +28,8 @@ def _available(
     ranks: int, placement: RolePlacement | None, cluster: ClusterSection
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Machines of a role, and devices on each."""
-    machines = None if placement is None else placement.machines
-    devices = None if placement is None else placement.devices
-    default = range(cluster.ranks_per_machine or ranks)
-    return (
-        range(cluster.machines) if machines is None else machines,
-        default if devices is None else devices,
-    )
+    machines, devices = (placement.machines, placement.devices) if placement is not None else (None, None)
+    return machines or range(cluster.machines), devices or range(cluster.ranks_per_machine or ranks)
 
 
 def placement_problems(ranks: int, placement: RolePlacement | None, cluster: ClusterSection) -> Iterator[str]:

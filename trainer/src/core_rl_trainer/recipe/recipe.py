@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
@@ -37,13 +38,7 @@ from core_rl_trainer.recipe.sections import (
     StopSection,
     TimeoutsSection,
 )
-from core_rl_trainer.rewards.config import (
-    ENVIRONMENT,
-    REWARD_MODEL,
-    RewardSection,
-    duplicate_names,
-    with_one_kind_of_reward,
-)
+from core_rl_trainer.rewards.config import ENVIRONMENT, REWARD_MODEL, RewardSection
 
 __all__ = ["HERE", "Recipe", "RecipeSource", "load_recipe", "plain_values", "with_local_models"]
 
@@ -184,7 +179,12 @@ class Recipe(Config):
     def _plain(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        return with_one_kind_of_reward(plain_values(values))
+        values = plain_values(values)
+        if not values.get("rewards"):
+            return values
+        if values.get("reward") is not None:
+            raise ValueError("both 'reward' and 'rewards' are set; put all of them into 'rewards'")
+        return values | {"reward": None}
 
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:
@@ -225,7 +225,12 @@ class Recipe(Config):
         labels = [section.label for section in self.reward_fields.values()]
         labels += [REWARD_MODEL] if self.reward_model is not None else []
         labels += [ENVIRONMENT] if self.rollout.environment is not None else []
-        if twice := list(duplicate_names(labels)):
+        twice = [
+            f"{count} rewards are called {label!r}; give each a 'name' of its own"
+            for label, count in Counter(labels).items()
+            if count > 1
+        ]
+        if twice:
             raise ValueError("; ".join(twice))
         if not labels:
             raise ValueError(
@@ -236,13 +241,9 @@ class Recipe(Config):
     @property
     def model_directories(self) -> dict[str, str]:
         """Directories of weights, by their fields."""
-        sections = {
-            "model.path": self.model,
-            "critic.path": self.critic,
-            "reward_model.path": self.reward_model,
-        }
-        paths = {field: section.path for field, section in sections.items() if section is not None}
-        return {field: path for field, path in paths.items() if path is not None}
+        sections = {"model": self.model, "critic": self.critic, "reward_model": self.reward_model}
+        paths = {name: section.path for name, section in sections.items() if section is not None}
+        return {f"{name}.path": path for name, path in paths.items() if path is not None}
 
     @property
     def engine_fields(self) -> dict[str, Any]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 from pydantic import Field
 
 from core_rl.config.base import Config
@@ -42,19 +38,3 @@ class RewardSection(Config):
         if self.name is not None:
             return self.name
         return self.function.rstrip("/").replace("/", ":").rpartition(":")[2]
-
-
-def with_one_kind_of_reward(values: Any) -> Any:
-    """The fields of a recipe, where ``rewards`` stands for no ``reward``. Raises `ValueError` for both."""
-    if not isinstance(values, dict) or not values.get("rewards"):
-        return values
-    if values.get("reward") is not None:
-        raise ValueError("both 'reward' and 'rewards' are set; put all of them into 'rewards'")
-    return values | {"reward": None}
-
-
-def duplicate_names(labels: Sequence[str]) -> Iterator[str]:
-    """A message for each name that two rewards have."""
-    for label, count in Counter(labels).items():
-        if count > 1:
-            yield f"{count} rewards are called {label!r}; give each a 'name' of its own"

@@ -6,7 +6,8 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.errors import RolloutError
 from core_rl_trainer.rewards.calls import gather_group, name_of, place_of
 from core_rl_trainer.rewards.config import ENVIRONMENT
-from core_rl_trainer.rewards.functions import (
-    BatchedRewardFn,
-    RewardFn,
-    as_reward,
-    compute_reward,
-    compute_rewards,
-)
+from core_rl_trainer.rewards.functions import BatchedRewardFn, RewardFn, as_reward, compute_reward
 
 TERM = "reward/"
 """The beginning of the field of a batch, and of the metric, that hold one term of the rewards."""
@@ -110,29 +105,22 @@ class GroupScorer:
         self, term: RewardTerm, member: int, prompt_ids: Sequence[int], last: bool
     ) -> float | None:
         """The value of ``term`` for a completion; the ``last`` completion of the sample calls batched functions."""
-        data, timeout_s = self._data, self._timeout_s
+        compute = partial(
+            compute_reward, term.function, prompt_ids, data=self._data, timeout_s=self._timeout_s
+        )
         if not term.batched:
-            function, output_ids = cast("RewardFn", term.function), self._completions[member]
             subject = f"{self._subject}, completion {member}"
-            return await compute_reward(
-                function, prompt_ids, output_ids, data, subject=subject, timeout_s=timeout_s
-            )
+            value: float | None = await compute(self._completions[member], subject=subject)
+            return value
         rewards = self._batched[term.name]
         if last:
-            batched = cast("BatchedRewardFn", term.function)
             completions = [self._completions[number] for number in range(self._size)]
-            values = await compute_rewards(
-                batched, prompt_ids, completions, data, subject=self._subject, timeout_s=timeout_s
-            )
-            rewards.set_result(values)
+            rewards.set_result(await compute(completions, subject=self._subject, batched=True))
         return (await rewards)[member]
 
 
 def reward_fields(rewards: Sequence[Reward]) -> dict[str, Tensor]:
-    """Sequence fields of a batch, float32 ``[B]``: ``rewards``, and ``reward/NAME`` for each term.
-
-    NaN stands for a term that does not apply to a sequence.
-    """
+    """``rewards`` and ``reward/NAME`` of each term, float32 ``[B]``; NaN where a term does not apply."""
     fields = {"rewards": torch.tensor([reward.total for reward in rewards], dtype=torch.float32)}
     for name in rewards[0].terms:
         values = [reward.terms[name] for reward in rewards]
@@ -142,10 +130,7 @@ def reward_fields(rewards: Sequence[Reward]) -> dict[str, Tensor]:
 
 
 def reward_metrics(batch: SequenceBatch, prefix: str = "") -> dict[str, float]:
-    """The mean of each term over the sequences that it applies to, as the metric ``reward/NAME`` after ``prefix``.
-
-    A term that applies to none is left out.
-    """
+    """``reward/NAME`` after ``prefix``: the mean of a term where it applies; without terms that apply to none."""
     return {
         f"{prefix}{name}": float(values.double().nanmean())
         for name, values in batch.sequences.items()

@@ -161,10 +161,7 @@ def completion_text(
 
 
 class TextReward:
-    """A `TextRewardFn` as a `RewardFn`, which sees token ids; see `completion_text`.
-
-    With ``batched`` it is a `BatchedTextRewardFn` as a `BatchedRewardFn`.
-    """
+    """A `TextRewardFn`, or a ``batched`` one, as a function of token ids; see `completion_text`."""
 
     def __init__(
         self,

@@ -45,17 +45,15 @@ class BestModel:
                 f"keep_best.metric = {rule.metric!r}: evaluations of this run have {', '.join(sorted(metrics))}"
             )
         value = metrics[rule.metric]
-        if not math.isfinite(value) or not self._better(value):
+        sign = 1 if rule.mode == "max" else -1
+        best = -math.inf if self._best is None else sign * self._best["value"]
+        if not math.isfinite(value) or sign * value <= best:
             return
         path = self._root / f"step-{step:08d}"
         self._root.mkdir(exist_ok=True)
         save(path)
-        self._best = {
-            "step": step,
-            "metric": rule.metric,
-            "value": value,
-            "model": f"{self._root.name}/{path.name}",
-        }
+        place = f"{self._root.name}/{path.name}"
+        self._best = {"step": step, "metric": rule.metric, "value": value, "model": place}
         self._update_link()
 
     def prune(self) -> None:
@@ -65,12 +63,6 @@ class BestModel:
             if path.name != best:
                 shutil.rmtree(path)
         self._update_link()
-
-    def _better(self, value: float) -> bool:
-        assert self._rule is not None
-        if self._best is None:
-            return True
-        return bool(value > self._best["value"] if self._rule.mode == "max" else value < self._best["value"])
 
     def _update_link(self) -> None:
         if self._best is None:

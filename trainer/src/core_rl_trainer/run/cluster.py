@@ -28,10 +28,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 def open_cluster(
     section: ClusterSection, engines: Mapping[str, EnginePlan[EngineConfig]], device: Device
 ) -> Iterator[Hosts]:
-    """The machines of ``section`` for ``engines``, by role; raises `ClusterError` unless all come.
-
-    They are released on the way out.
-    """
+    """The machines of ``section`` for ``engines``, by role, until the context ends; `ClusterError` unless all come."""
     with closing(cluster_hosts(section, engines, device)) as hosts:
         hosts.open()
         yield hosts
@@ -100,36 +97,24 @@ def check_machines(
 
     ``memory_sender`` is the machine from which weights go through shared memory.
     """
+    if isinstance(hosts, LocalHosts):
+        return
     machines = sorted({machine for plan in trainers.values() for machine in plan.machines})
     require_shared(hosts, "output_dir", output, machines)
     if memory_sender is not None:
         _require_shared_memory(hosts, memory_sender)
-    models = {
-        f"the model of the {role}": (plan.config.model.path, plan.machines)
-        for role, plan in trainers.items()
-        if plan.config.model.path is not None
+    models = {role: path for role, plan in trainers.items() if (path := plan.config.model.path) is not None}
+    reports = call_on_machines(hosts, machines, missing_paths, sorted({*models.values()}))
+    lacking = {
+        role: [machine for machine in trainers[role].machines if path in reports[machine][1]]
+        for role, path in models.items()
     }
-    _require_paths(hosts, models)
-
-
-def _require_paths(hosts: Hosts, paths_by_field: Mapping[str, tuple[str, Sequence[int]]]) -> None:
-    """Raise one `ConfigError` for every path that a machine lacks.
-
-    A path and the machines that read it, by the name of a field.
-    """
-    if isinstance(hosts, LocalHosts):
-        return
-    machines = sorted({machine for _, readers in paths_by_field.values() for machine in readers})
-    paths = sorted({path for path, _ in paths_by_field.values()})
-    reports = call_on_machines(hosts, machines, missing_paths, paths)
-    problems = []
-    for field, (path, readers) in paths_by_field.items():
-        lacking = [machine for machine in readers if path in reports[machine][1]]
-        if lacking:
-            listed = _named(lacking, {machine: name for machine, (name, _) in reports.items()})
-            problems.append(
-                f"{field} = {path!r}: it does not exist on {listed}; put it there, or on a shared disk"
-            )
+    problems = [
+        f"the model of the {role} = {models[role]!r}: it does not exist on {_named(blind, reports)}; put it there, or "
+        "on a shared disk"
+        for role, blind in lacking.items()
+        if blind
+    ]
     raise_all(ConfigError, "cluster", problems)
 
 
@@ -145,9 +130,7 @@ def require_shared(hosts: Hosts, field: str, directory: Path, machines: Sequence
 
 def _require_shared_memory(hosts: Hosts, machine: int) -> None:
     """Raise `ConfigError` unless ``machine`` is this one, whose memory both sides of a sync by ``tensor`` use."""
-    if isinstance(hosts, LocalHosts) or not SHARED_MEMORY.is_dir():
-        return
-    if listed := _strangers(hosts, SHARED_MEMORY, [machine]):
+    if SHARED_MEMORY.is_dir() and (listed := _strangers(hosts, SHARED_MEMORY, [machine])):
         raise ConfigError(
             f"rollout.sync = 'tensor': it goes through the memory of one machine, and the actor sends from {listed}, "
             f"while the rollout engine is on this one ({platform.node()}); set rollout.sync to 'distributed' or 'disk'"
@@ -164,9 +147,8 @@ def _strangers(hosts: Hosts, directory: Path, machines: Sequence[int]) -> str:
                 f"{directory}: {error.strerror}; name a directory that can be written"
             ) from error
         reports = call_on_machines(hosts, machines, missing_paths, [nonce.name])
-    names = {machine: name for machine, (name, _) in reports.items()}
     blind = [machine for machine, (_, missing) in reports.items() if missing]
-    return _named(blind, names) if blind else ""
+    return _named(blind, reports) if blind else ""
 
 
 def missing_paths(paths: Sequence[str]) -> tuple[str, list[str]]:
@@ -174,7 +156,7 @@ def missing_paths(paths: Sequence[str]) -> tuple[str, list[str]]:
     return platform.node(), [path for path in paths if not os.path.exists(path)]  # noqa: PTH110  # of pickled text
 
 
-def _named(machines: Sequence[int], names: Mapping[int, str]) -> str:
-    """``machines 1 (node1) and 2 (node2)``."""
-    parts = [f"{machine} ({names[machine]})" for machine in machines]
+def _named(machines: Sequence[int], reports: Mapping[int, tuple[str, list[str]]]) -> str:
+    """``machines 1 (node1) and 2 (node2)``, by the host names of `missing_paths`."""
+    parts = [f"{machine} ({reports[machine][0]})" for machine in machines]
     return f"machine{'s' if len(parts) > 1 else ''} {' and '.join(parts)}"

@@ -34,11 +34,6 @@ class Roles:
     driver_address: str | None = None
     """Address of this machine towards the cluster; None for a single machine."""
 
-    def micro_batches(self, max_tokens: int, share_prefixes: bool) -> MicroBatchSpec:
-        """The cut of batches for all train roles; see `micro_batches_of`."""
-        groups = (self.actor, self.critic, self.reference, self.reward)
-        return micro_batches_of([group for group in groups if group is not None], max_tokens, share_prefixes)
-
     @contextmanager
     def training(self) -> Iterator[None]:
         """Inside the context the train roles have the devices: the rollout engine has given its memory back."""
@@ -77,9 +72,13 @@ class Roles:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
 
-def micro_batches_of(groups: Sequence[EngineGroup], max_tokens: int, share_prefixes: bool) -> MicroBatchSpec:
+def micro_batches_of(
+    groups: Sequence[EngineGroup | None], max_tokens: int, share_prefixes: bool
+) -> MicroBatchSpec:
     """The cut of batches for ``groups``; they share prefixes where all engines that declare it can."""
-    declared = [group for group in groups if Capability.SHARED_PREFIX in group.spec.capabilities]
+    declared = [
+        group for group in groups if group is not None and group.spec.supports(Capability.SHARED_PREFIX)
+    ]
     share = share_prefixes and bool(declared) and all(group.shares_prefixes for group in declared)
     return MicroBatchSpec(max_tokens=max_tokens, share_prefixes=share)
 

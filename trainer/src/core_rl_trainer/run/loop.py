@@ -261,19 +261,19 @@ class RunLoop:
 
     def _train(self, step: int) -> dict[str, float]:
         """Rollout, score, update and sync of ``step``; its metrics. All weights have version ``step`` afterwards."""
-        learner, clock = self.learner, _Clock()
+        learner, start, seconds = self.learner, time.perf_counter(), dict[str, float]()
         batch_phase, score_phase, sync_phase = learner.phases
-        with clock.phase(batch_phase):
+        with _measured(seconds, batch_phase):
             batch = learner.batch(step)
         with learner.training():
-            with clock.phase(score_phase):
+            with _measured(seconds, score_phase):
                 complete, metrics = learner.score(batch, step)
-            with clock.phase("update"):
+            with _measured(seconds, "update"):
                 metrics |= learner.update(complete, step)
-        with clock.phase(sync_phase):
+        with _measured(seconds, sync_phase):
             learner.sync(step)
-        speed = {"tokens_per_s": batch.num_tokens / clock.total()}
-        return metrics | speed | clock.seconds | {"version": float(step)}
+        speed = {"tokens_per_s": batch.num_tokens / (time.perf_counter() - start)}
+        return metrics | speed | seconds | {"version": float(step)}
 
     def _last_checkpoint(self) -> str:
         steps = self.directory.checkpoints.steps()
@@ -327,22 +327,13 @@ class RunLoop:
         self.callbacks.checkpoint_saved(step, path)
 
 
-class _Clock:
-    """Wall-clock seconds of the phases of a step."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str | None) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if name is not None:
-            self.seconds[f"time_{name}_s"] = time.perf_counter() - start
-
-    def total(self) -> float:
-        return time.perf_counter() - self._start
+@contextmanager
+def _measured(seconds: dict[str, float], phase: str | None) -> Iterator[None]:
+    """Add the wall-clock ``seconds`` of a ``phase``; None is not measured."""
+    start = time.perf_counter()
+    yield
+    if phase is not None:
+        seconds[f"time_{phase}_s"] = time.perf_counter() - start
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -42,29 +42,14 @@ from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.config import REWARD_MODEL
 from core_rl_trainer.rewards.terms import TERM, reward_metrics
 from core_rl_trainer.run.doctor import JudgedEngine, RunDoctor
-from core_rl_trainer.run.engines import Roles, open_roles
+from core_rl_trainer.run.engines import Roles, micro_batches_of, open_roles
 from core_rl_trainer.run.loop import Learner
 from core_rl_trainer.run.rollouts import Rollouts, rare_collections
 from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.workflows.user_code import open_user_code
 
-
-def _largest_advantage(batch: SequenceBatch) -> dict[str, float]:
-    """The largest magnitude among the trained tokens: 0 where nothing is learned. None for rules without advantages."""
-    if ADVANTAGES not in batch:
-        return {}
-    return {"advantage_max": max(batch[ADVANTAGES][batch.loss_mask].abs().tolist(), default=0.0)}
-
-
 LOGPROBS, VERSIONS = "logprobs", "versions"
-NAMES = (
-    "mismatch_k1",
-    "mismatch_k3",
-    "mismatch_chi2",
-    "mismatch_max",
-    "mismatch_share",
-    "mismatch_ppl_ratio",
-)
+NAMES = [f"mismatch_{name}" for name in ("k1", "k3", "chi2", "max", "share", "ppl_ratio")]
 NOTABLE_NATS = 0.01
 COMPARED, EVERY = 64, 8
 """Where the algorithm needs no log-probs of the train engine, one of 8 sequences is compared, at least 64."""
@@ -183,14 +168,16 @@ class OnlineLearner(Learner):
         metrics = _describe(complete) | self.rollouts.counters() | staleness_of(batch, step - 1)
         if self.doctor is not None:
             metrics |= self.doctor.judge(step, compared, recomputed, self.save_model)
-        return complete, metrics | mismatch_of(recomputed, compared) | mismatch_by_lag(
-            recomputed, compared, step - 1
-        )
+        metrics |= mismatch_of(recomputed, compared) | mismatch_by_lag(recomputed, compared, step - 1)
+        return complete, metrics
 
     def update(self, batch: SequenceBatch, step: int) -> dict[str, float]:
         """The updates of the critic, whose metrics begin with ``critic_``, and of the actor; their metrics."""
         prepared = self.interface.prepare(batch)
-        metrics = _largest_advantage(prepared)
+        metrics: dict[str, float] = {}
+        if ADVANTAGES in prepared:  # 0 where nothing is learned
+            advantages = prepared[ADVANTAGES][prepared.loss_mask]
+            metrics["advantage_max"] = max(advantages.abs().tolist(), default=0.0)
         if self.critic is not None and self.roles.critic is not None:
             with self.roles.working(self.roles.critic) as engine:
                 critic_metrics = self.critic.train_step(engine, prepared, self.mb_spec)
@@ -294,10 +281,8 @@ class OnlineLearner(Learner):
 
     def state_dict(self) -> dict[str, Any]:
         """With prompts that were drawn and not trained on."""
-        return super().state_dict() | {
-            "rollouts": self.rollouts.state_dict(),
-            "algorithm": self.interface.state_dict(),
-        }
+        state = {"rollouts": self.rollouts.state_dict(), "algorithm": self.interface.state_dict()}
+        return super().state_dict() | state
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
         """Resume from ``checkpoint``, whose weights are synced and whose prompts are submitted again."""
@@ -346,6 +331,7 @@ def open_online(
         limit = plan.schedule.steps * plan.batch_size if settings.should_accept is None else None
         batches = NumberedBatches(plan.data.train, plan.batch_size, recipe.seed, limit)
         held_out = plan.data.held_out
+        groups = (roles.actor, roles.critic, roles.reference, roles.reward)
         yield OnlineLearner(
             interface=algorithm,
             batches=batches,
@@ -354,7 +340,7 @@ def open_online(
             rollouts=rollouts,
             critic=None if critic is None else make_interface(critic.interface),
             reward_weight=0.0 if reward_model is None else reward_model.weight,
-            mb_spec=roles.micro_batches(recipe.micro_batch_tokens, recipe.share_prefixes),
+            mb_spec=micro_batches_of(groups, recipe.micro_batch_tokens, recipe.share_prefixes),
             settings=settings,
             weights=directory.weights if settings.sync == "disk" else directory.rendezvous,
             sync_limit_s=recipe.timeouts.sync_s,
@@ -404,16 +390,14 @@ def _describe(batch: SequenceBatch) -> dict[str, float]:
     equal = _reduce(rewards, groups, "amax") == _reduce(rewards, groups, "amin")
     reasons = batch.meta["stop_reason"]
     turns = {"turns": float(batch["turns"].double().mean())} if "turns" in batch else {}
-    return (
-        turns
-        | reward_metrics(batch)
-        | {
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std(correction=0)),
-            "reward_min": float(rewards.min()),
-            "reward_max": float(rewards.max()),
-            "groups_without_signal": float(equal.double().mean()),
-            "completion_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
-            "truncated": reasons.count("length") / len(reasons),
-        }
-    )
+    return {
+        **turns,
+        **reward_metrics(batch),
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(correction=0)),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
+        "groups_without_signal": float(equal.double().mean()),
+        "completion_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
+        "truncated": reasons.count("length") / len(reasons),
+    }

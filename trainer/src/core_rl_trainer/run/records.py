@@ -18,10 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunRecords:
-    """Everything in the run's directory that a person reads, continuing after ``step`` (-1: from the start).
-
-    ``boards`` get every row of metrics.
-    """
+    """All that a person reads of a run, continuing after ``step`` (-1: from the start); ``boards`` get metrics."""
 
     def __init__(
         self, directory: RunDirectory, step: int, page: RunPage, boards: Sequence[WandbBoard] = ()

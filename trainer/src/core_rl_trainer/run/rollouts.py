@@ -102,8 +102,7 @@ class Rollouts:
     def training_batch(self, step: int, batches: Iterator[Sequence[Mapping[str, Any]]]) -> SequenceBatch:
         """Groups of completions of the prompts of ``step``, drawn from ``batches`` as far ahead as the recipe allows.
 
-        Raises `RolloutError` when a completion comes from weights that are older than that, or newer than
-        the engine's.
+        Raises `RolloutError` when a completion comes from weights that are older than that, or newer than the engine's.
         """
         settings = self.settings
         batch = self.engine.prepare_batch(
@@ -127,11 +126,12 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Counts, and the rows of the prompts that were drawn and not consumed; JSON."""
         state = self.engine.rollouts.state_dict()
-        return {**state, "outstanding": [_with_data(entry, row_of) for entry in state["outstanding"]]}
+        outstanding = [{**entry, "data": row_of(entry["data"])} for entry in state["outstanding"]]
+        return {**state, "outstanding": outstanding}
 
     def load_state_dict(self, state: Mapping[str, Any], batches: NumberedBatches) -> None:
         """Resume from there: the prompts are read again from the data of ``batches``, and submitted again."""
-        outstanding = [_with_data(entry, batches.sample_at) for entry in state["outstanding"]]
+        outstanding = [{**entry, "data": batches.sample_at(entry["data"])} for entry in state["outstanding"]]
         self.engine.rollouts.load_state_dict(
             {**state, "outstanding": outstanding}, self._training, self.user.should_accept
         )
@@ -188,10 +188,3 @@ class Rollouts:
                 reward=user.reward, sampling=sampling, group_size=group_size, reward_timeout_s=limit
             )
         return NumberedWorkflow(inner=inner)
-
-
-def _with_data(
-    entry: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-) -> dict[str, Any]:
-    """An outstanding episode of the executor's state, with changed data."""
-    return {**entry, "data": change(entry["data"])}

@@ -166,11 +166,7 @@ def readable_part(
 
 
 def restore_parts(groups: Mapping[str, EngineGroup], checkpoint: RunCheckpoint) -> None:
-    """Load the parts of ``checkpoint``.
-
-    Raises `CheckpointDamaged` for changed files, and `CheckpointMismatch` when they do not belong
-    together.
-    """
+    """Load ``checkpoint``; `CheckpointDamaged` for changed files, `CheckpointMismatch` for parts of other steps."""
     for name, group in groups.items():
         try:
             group.load(readable_part(checkpoint, name, group.spec, group.layout))

@@ -49,10 +49,7 @@ class Restarts:
         self._done = 0
 
     def begin(self, error: CoreRLError, opened: bool) -> None:
-        """Count a restart after ``error``; raises it again where no restart can help, or none is left.
-
-        ``opened`` is true if the machines were there.
-        """
+        """Count a restart after ``error``; raises it where none helps or is left. ``opened``: machines were there."""
         loss: BaseException | None = error
         while loss is not None and not isinstance(loss, LOSSES):
             loss = loss.__cause__

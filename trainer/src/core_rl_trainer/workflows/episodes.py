@@ -80,10 +80,9 @@ class GroupWorkflow(ABC):
 class SingleTurnWorkflow(GroupWorkflow):
     """One prompt, ``group_size`` independent completions, one reward for each.
 
-    ``data`` holds ``prompt_ids``, `MEDIA` of one sequence where the prompt has images, and whatever the reward
-    function reads. The result has the fields of `Transcript.pack`, ``rewards`` (float32 ``[B]``) and ``group`` (int64
-    ``[B]``, the episode's number).
-    A completion that the engine aborts is continued; see `generate_whole`.
+    ``data`` holds ``prompt_ids``, `MEDIA` of one sequence where the prompt has images, and whatever the reward function
+    reads. The result has the fields of `Transcript.pack`, ``rewards`` (float32 ``[B]``) and ``group`` (int64 ``[B]``,
+    the episode's number). A completion that the engine aborts is continued; see `generate_whole`.
     """
 
     reward: RewardFn | WeightedRewards
@@ -131,10 +130,9 @@ class MultiTurnWorkflow(GroupWorkflow):
     """``group_size`` independent episodes from one sample, each with an environment of its own.
 
     The model completes the prompt; the environment's tokens follow, and the model continues after them. It ends when
-    the environment is done, a completion is cut off, or there is no turn or room left. The result has the fields
-    of `Transcript.pack`, ``rewards`` (float32 ``[B]``), ``group`` (int64 ``[B]``, the episode's number) and
-    ``turns`` (int64 ``[B]``, completions). Tokens are the drawn tokens and the environment's, whose
-    ``loss_mask`` is 0.
+    the environment is done, a completion is cut off, or there is no turn or room left. The result has the fields of
+    `Transcript.pack`, ``rewards`` (float32 ``[B]``), ``group`` (int64 ``[B]``, the episode's number) and ``turns``
+    (int64 ``[B]``, completions). Tokens are the drawn tokens and the environment's, whose ``loss_mask`` is 0.
     """
 
     environment: Callable[[], Environment]
