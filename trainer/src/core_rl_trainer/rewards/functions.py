@@ -47,27 +47,39 @@ class BatchedRewardFn(Protocol):
 
 
 async def compute_reward(
-    reward: RewardFn | BatchedRewardFn,
+    reward: RewardFn,
     prompt_ids: Sequence[int],
-    output_ids: Sequence[Any],
+    output_ids: Sequence[int],
     data: Mapping[str, Any],
     *,
     subject: str,
     timeout_s: float | None = None,
-    batched: bool = False,
-) -> Any:
+) -> float | None:
     """Call ``reward`` and return a finite float, or None where it does not apply.
 
-    A ``batched`` one takes several completions as ``output_ids``; the result is a list with either for each. Raises
-    `RolloutError` that names ``subject`` when it raises (the original is chained), takes longer than ``timeout_s``, or
-    returns something else.
+    Raises `RolloutError` that names ``subject`` when it raises (the original is chained), takes
+    longer than ``timeout_s``, or returns something else.
     """
     subject = f"{subject}: the reward function {name_of(reward)}"
     called = call_user(reward, prompt_ids, output_ids, data)
     value = await guarded(called, subject=subject, timeout_s=timeout_s, function=reward, setting=LIMIT)
-    if batched:
-        return as_results(value, subject, reward, len(output_ids))
     return as_result(value, subject, reward)
+
+
+async def compute_rewards(
+    reward: BatchedRewardFn,
+    prompt_ids: Sequence[int],
+    completions: Sequence[Sequence[int]],
+    data: Mapping[str, Any],
+    *,
+    subject: str,
+    timeout_s: float | None = None,
+) -> list[float | None]:
+    """Call ``reward`` once for all ``completions``. Raises as `compute_reward` does."""
+    subject = f"{subject}: the reward function {name_of(reward)}"
+    called = call_user(reward, prompt_ids, completions, data)
+    value = await guarded(called, subject=subject, timeout_s=timeout_s, function=reward, setting=LIMIT)
+    return as_results(value, subject, reward, len(completions))
 
 
 def as_reward(value: object, subject: str, function: object = None) -> float:
@@ -133,7 +145,10 @@ def rewards_differ(batch: SequenceBatch) -> bool:
 
 
 def load_callable(field: str, name: str) -> Any:
-    """The callable ``module:name`` or ``path/file.py:name`` of the setting ``field``; `ConfigError` without one."""
+    """The callable that ``module:name`` or ``path/file.py:name``, the value of ``field``, names.
+
+    Raises `ConfigError` if there is none.
+    """
     loaded = load_object(name, f"{field} = {name!r}", ConfigError)
     if not callable(loaded):
         raise ConfigError(f"{field} = {name!r} is {loaded!r}, which cannot be called; name a function")

@@ -6,8 +6,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +15,13 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.errors import RolloutError
 from core_rl_trainer.rewards.calls import gather_group, name_of, place_of
 from core_rl_trainer.rewards.config import ENVIRONMENT
-from core_rl_trainer.rewards.functions import BatchedRewardFn, RewardFn, as_reward, compute_reward
+from core_rl_trainer.rewards.functions import (
+    BatchedRewardFn,
+    RewardFn,
+    as_reward,
+    compute_reward,
+    compute_rewards,
+)
 
 TERM = "reward/"
 """The beginning of the field of a batch, and of the metric, that hold one term of the rewards."""
@@ -105,22 +110,29 @@ class GroupScorer:
         self, term: RewardTerm, member: int, prompt_ids: Sequence[int], last: bool
     ) -> float | None:
         """The value of ``term`` for a completion; the ``last`` completion of the sample calls batched functions."""
-        compute = partial(
-            compute_reward, term.function, prompt_ids, data=self._data, timeout_s=self._timeout_s
-        )
+        data, timeout_s = self._data, self._timeout_s
         if not term.batched:
+            function, output_ids = cast("RewardFn", term.function), self._completions[member]
             subject = f"{self._subject}, completion {member}"
-            value: float | None = await compute(self._completions[member], subject=subject)
-            return value
+            return await compute_reward(
+                function, prompt_ids, output_ids, data, subject=subject, timeout_s=timeout_s
+            )
         rewards = self._batched[term.name]
         if last:
+            batched = cast("BatchedRewardFn", term.function)
             completions = [self._completions[number] for number in range(self._size)]
-            rewards.set_result(await compute(completions, subject=self._subject, batched=True))
+            values = await compute_rewards(
+                batched, prompt_ids, completions, data, subject=self._subject, timeout_s=timeout_s
+            )
+            rewards.set_result(values)
         return (await rewards)[member]
 
 
 def reward_fields(rewards: Sequence[Reward]) -> dict[str, Tensor]:
-    """``rewards`` and ``reward/NAME`` of each term, float32 ``[B]``; NaN where a term does not apply."""
+    """Sequence fields of a batch, float32 ``[B]``: ``rewards``, and ``reward/NAME`` for each term.
+
+    NaN stands for a term that does not apply to a sequence.
+    """
     fields = {"rewards": torch.tensor([reward.total for reward in rewards], dtype=torch.float32)}
     for name in rewards[0].terms:
         values = [reward.terms[name] for reward in rewards]
@@ -130,7 +142,10 @@ def reward_fields(rewards: Sequence[Reward]) -> dict[str, Tensor]:
 
 
 def reward_metrics(batch: SequenceBatch, prefix: str = "") -> dict[str, float]:
-    """``reward/NAME`` after ``prefix``: the mean of a term where it applies; without terms that apply to none."""
+    """The mean of each term over the sequences that it applies to, as the metric ``reward/NAME`` after ``prefix``.
+
+    A term that applies to none is left out.
+    """
     return {
         f"{prefix}{name}": float(values.double().nanmean())
         for name, values in batch.sequences.items()
