@@ -359,6 +359,10 @@ def _output_mistakes(
     if name == "entropy":
         sentence = "the entropy is minus the log-prob of the drawn token, and not its mean over all tokens"
         yield sentence, [-outputs["logprobs"] for outputs in truth]
+    if name == "scores":
+        states = [torch.cat([row["values"][1:], row["scores"][None]]) for row in truth]
+        yield "the score of the first token", [row[0] for row in states]
+        yield "the score of the token before the last", [row[-2:][0] for row in states]
     for sentence, runs in _mistaken(truth, sequences):
         if name in ("logprobs", "entropy"):
             yield sentence, [outputs[name] for outputs in runs]

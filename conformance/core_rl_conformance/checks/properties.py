@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from core_rl.errors import CoreRLError, GroupError, RankFailed
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
 from core_rl_conformance.findings import reproduced, reproduced_tokens, scalar_finding
-from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_tokens
+from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_tokens, explain_named
 from core_rl_conformance.inputs.data import Ragged, Row, drawn_row
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 
@@ -231,5 +232,8 @@ class _Trial:
         label = "the loss of a drawn batch"
         yield scalar_finding(subject.case, "loss", label, metrics["loss"], expected, note=note)
         values = group.named_tensors("grads"), expected.oracle.grads, expected.tolerances
-        finding = compare_named("gradients of a drawn batch", *values)
+        explain = partial(
+            explain_named, values[0], expected.tolerances, expected.mistakes, None, expected.shares
+        )
+        finding = compare_named("gradients of a drawn batch", *values, explain=explain)
         yield reproduced(subject.case, finding, expected.computation, *values, note)

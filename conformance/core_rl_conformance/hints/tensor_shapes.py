@@ -59,10 +59,11 @@ def named_hints(comparison: Named, since: Mapping[str, Tensor] | None = None) ->
 
     ``since`` are the tensors before a step or a load: hints then describe the change.
     """
-    value = next((sentence for shape in VALUES if (sentence := shape(_change(comparison, since)))), None)
-    where = "" if since is None or value is None else "in the change, "
-    value = value or _rounded(comparison)
-    hints = [] if value is None else [f"it looks like: {where}{value}"]
+    changed = next((sentence for shape in VALUES if (sentence := shape(_change(comparison, since)))), None)
+    value = next((sentence for shape in (*VALUES, _rounded) if (sentence := shape(comparison))), None)
+    if changed and since is not None:
+        value = f"in the change, {changed}"
+    hints = [] if value is None else [f"it looks like: {value}"]
     wrong, everything = set(comparison.wrong), set(comparison.expected)
     sets = [part for shape in SETS for part in shape(comparison) if wrong <= part[1] and part[1] < everything]
     sets = [part for part in sets if 2 * len(wrong) >= len(part[1])]

@@ -186,8 +186,12 @@ def expected_of(
     Its computation is that of whole sequences.
     """
     outputs = subject.outputs(weights, sequences_of(responses, prompts=prompts), "logprobs", temperature)
-    variants = [generated(variant, responses) for variant in outputs.variants]
-    return replace(outputs, values=generated(outputs.values, responses), variants=variants)
+    return replace(
+        outputs,
+        values=generated(outputs.values, responses),
+        variants=[generated(variant, responses) for variant in outputs.variants],
+        mistakes=lambda: ((known, generated(values, responses)) for known, values in outputs.mistakes()),
+    )
 
 
 def distributions(
@@ -275,13 +279,14 @@ def verify_logprobs(
     expected = expected_of(subject, weights, responses, temperature, prompts)
     got = [torch.tensor(response.logprobs) for response in responses]
 
-    def mistakes() -> Iterator[updates.Mistake]:
+    def mistakes() -> Iterator[tuple[str, Sequence[Tensor]]]:
         yield from _guessed(guesses)
         if old is not None:
             before = expected_of(subject, old, responses, temperature, prompts).values
             yield from updates.stale_answers(got, expected.values, before, tolerance)
         if prompts is None:
             yield from _known_mistakes(subject, weights, responses, temperature)
+        yield from expected.mistakes()
         if old is not None:
             yield from _update_mistakes(subject, responses, weights, old)
 
@@ -373,11 +378,11 @@ def verify_by_version(
     tolerance = max((side.tolerance for side in sides.values()), key=lambda tolerance: tolerance.limit)
     got = [torch.tensor(response.logprobs) for response in responses]
 
-    def mistakes() -> Iterator[updates.Mistake]:
+    def mistakes() -> Iterator[tuple[str, Sequence[Tensor]]]:
         yield from _guessed(guesses)
         yield from _kept_cache(subject, responses, weights, required)
-        if len(weights) == 1:
-            yield from _wrong_oracles(subject, next(iter(weights.values())), responses)
+        if len(sides) == 1:
+            yield from next(iter(sides.values())).mistakes()
 
     def explain() -> str | None:
         values = {version: side.values for version, side in sides.items()}
@@ -432,16 +437,6 @@ def _known_mistakes(
     longest = max(len(row.ids) for row in sequences_of(responses).rows)
     if bos is not None and longest < config.max_position_embeddings:
         yield f"an extra BOS (id {bos}) stands before each prompt", logprobs(temperature, (bos,))
-    yield from _wrong_oracles(subject, weights, responses, temperature)
-
-
-def _wrong_oracles(
-    subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse], temperature: float = 1.0
-) -> Iterator[updates.Mistake]:
-    sequences = sequences_of(responses).for_oracle()
-    for sentence, oracle in subject.expected.mistaken_oracles(weights):
-        rows = oracle.evaluate(sequences, temperature)
-        yield sentence, generated([row["logprobs"] for row in rows], responses)
 
 
 def arrives_asleep(engine: InferenceEngine, update: Callable[[], None]) -> bool:

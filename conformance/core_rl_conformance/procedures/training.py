@@ -24,6 +24,7 @@ from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.mistakes import Steps, compare_steps
+from core_rl_conformance.hints.tensor_shapes import explain_norm
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss
 from core_rl_conformance.procedures.outputs import PROBE
@@ -147,7 +148,7 @@ class Shadow:
             reported["grad_norm"],
             norm,
             tolerance,
-            explain=partial(_float32_squares, reported["grad_norm"], grads),
+            explain=partial(_explain_norm, reported["grad_norm"], grads, tolerance),
         )
         exact = Tolerance(baseline=0.0, floor=1e-12 * self.config.lr)
         subject.verify_scalar(f"the learning rate {label}", reported["lr"], self.rate, exact)
@@ -194,11 +195,13 @@ class Shadow:
         return f"\nweights were right after each of the {len(self._grads)} steps when they were made"
 
 
-def _float32_squares(norm: float, grads: Mapping[str, Tensor]) -> str | None:
-    """Whether ``norm`` comes from squares in float32, which has none below 1e-45 or above 3e38."""
+def _explain_norm(norm: float, grads: Mapping[str, Tensor], tolerance: Tolerance) -> str | None:
+    """Squares in float32, which has none below 1e-45 or above 3e38, or a part that ``norm`` miscounts."""
     wrong = float(sum(grad.float().square().sum() for grad in grads.values())) ** 0.5
     same = norm == wrong or abs(norm - wrong) <= 1e-3 * wrong
-    return "the norm adds up squares in float32, which are 0 or infinite at this size" if same else None
+    if same:
+        return "the norm adds up squares in float32, which are 0 or infinite at this size"
+    return explain_norm(norm, grads, tolerance)
 
 
 def verify_steps_of_losses(subject: EngineUnderTest, group: EngineGroup, losses: Sequence[CheckLoss]) -> None:
