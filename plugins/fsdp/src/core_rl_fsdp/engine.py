@@ -17,7 +17,6 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import BuildContext, PassMode
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.collectives import add_up
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import LayoutError
@@ -276,12 +275,6 @@ class FSDPBackend(HFBackend[FSDPConfig]):
     def verify(self) -> None:
         super().verify()
         reshard(self.packed)
-
-    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        outputs = self.packed(
-            micro_batch, step.outputs, step.temperature, step.trained_only, step.share_prefixes
-        )
-        return ModelOutput(**outputs)
 
     def reduce_grads(self) -> None:
         """Add up the parts that tensor parallel ranks have; over all others FSDP adds in each backward pass."""
