@@ -170,14 +170,6 @@ class GatedWorkflow:
         return sorted(self.started)
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    """Fail unless ``condition`` comes true within a minute."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, condition
-        time.sleep(0.001)
-
-
 def keys(*values: int) -> list[dict[str, int]]:
     return [{"key": value} for value in values]
 

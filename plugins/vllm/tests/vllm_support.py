@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from server_stub import ServerStub, connected_to, engine_of, running
+from server_stub import LONGEST, ServerStub, connected_to, engine_of, running
 
 from core_rl.engine.inference import InferenceEngine
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
@@ -16,15 +16,6 @@ from core_rl_vllm.backend import VllmBackend
 
 HEAD_SIZE = 32
 """The smallest that vLLM's attention on CPUs has."""
-LONGEST = 1024
-"""Tokens that the tiny model takes: requests of some hundreds are still running when a test acts."""
-ADAPTERS: dict[str, Any] = {
-    "rank": 3,
-    "alpha": 7,
-    "rslora": True,
-    "target_modules": ["k_proj", "up_proj", "o_proj"],
-}
-"""Adapter of a server, on layers that vLLM fuses with layers without an adapter."""
 GENERATE = "/inference/v1/generate"
 
 
