@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
@@ -24,6 +23,7 @@ from core_rl.state.store import is_float32_head
 from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.cuda import require_device_memory, use_flash_attention
+from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.experts import check_expert_parallel
 from core_rl.toolkit.fully_sharded import check_copies, fsdp_modules, reset_pass, reshard
 from core_rl.toolkit.hf_backend import HFBackend
@@ -143,8 +143,7 @@ class ActivationOffload:
 
     def _note_weights(self, module: nn.Module, _: object) -> None:
         for parameter in module.parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            self._weights.add(local.untyped_storage()._cdata)
+            self._weights.add(own_part(parameter).untyped_storage()._cdata)
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.nbytes < SMALLEST_BYTES:
