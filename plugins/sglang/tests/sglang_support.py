@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +138,7 @@ def stubs(root: Path, count: int = 1) -> Iterator[list[Stub]]:
         yield made
 
 
-@contextmanager
-def connected(
-    made: list[Stub], lora: dict[str, Any] | None = None, **options: Any
-) -> Iterator[InferenceEngine]:
-    """The engine at these servers; with ``lora`` it takes adapters."""
-    with connected_to("sglang", made, lora, **options) as engine:
-        yield engine
+connected = partial(connected_to, "sglang")
 
 
 def generations(stub: Stub) -> list[dict[str, Any]]:

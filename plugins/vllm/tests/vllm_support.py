@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +120,7 @@ def stubs(root: Path, count: int = 1) -> Iterator[list[VllmStub]]:
         yield made
 
 
-@contextmanager
-def connected(
-    made: list[VllmStub], lora: dict[str, Any] | None = None, **options: Any
-) -> Iterator[InferenceEngine]:
-    """The engine at these servers; with ``lora`` it takes adapters."""
-    with connected_to("vllm", made, lora, **options) as engine:
-        yield engine
+connected = partial(connected_to, "vllm")
 
 
 def backend_of(engine: InferenceEngine) -> VllmBackend:
