@@ -47,7 +47,7 @@ def engine(settings: TrainEngineConfig | None = None) -> TrainEngine:
 
 @contextmanager
 def one_at_a_time() -> Iterator[Callable[[TrainEngineConfig], TrainEngine]]:
-    """Builds engines, each of which replaces the one before, and destroys the last one."""
+    """Builds engines, each in place of its predecessor, and destroys the last."""
     running: list[TrainEngine] = []
 
     def replaced(settings: TrainEngineConfig) -> TrainEngine:
