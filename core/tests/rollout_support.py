@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from group_support import eventually
 from torch import Tensor
 
 from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
@@ -23,6 +24,8 @@ from core_rl.errors import WeightsError
 from core_rl.registry.spec import EngineSpec
 from core_rl.rollout.workflow import TokenGenerator, pack_responses
 from core_rl.seeds import derive_seed
+
+__all__ = ["eventually"]
 
 VOCAB, CONTEXT = 50, 32
 ALL = frozenset(
