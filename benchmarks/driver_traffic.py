@@ -24,10 +24,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from common.measure import figures_table, show
 from common.options import options, read
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from core_rl import EngineGroup, load_config
 from core_rl.data.batch import SequenceBatch
@@ -233,9 +232,7 @@ def main() -> None:
     arguments = read(parser, {"ranks": [8, 64], "tokens": [100_000], "repeats": 1})
     torch.set_num_threads(1)
     assumed = f"{arguments.gbits:g} Gbit/s, {arguments.flops / 1e12:g} TFLOP/s a rank"
-    table = Table(title=f"driver of a GRPO step, {assumed}")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
+    table = figures_table(COLUMNS, title=f"driver of a GRPO step, {assumed}")
     budget = MicroBatchSpec(max_tokens=32_768, share_prefixes=arguments.share_prefixes)
     batches = {tokens: make_batch(tokens) for tokens in arguments.tokens}
     cases = list(product(arguments.tokens, arguments.ranks, MODELS.items()))
@@ -250,7 +247,7 @@ def main() -> None:
         ]
         cells += [f"{value:.3f}" for value in (clock.prepare_s, clock.send_s, clock.collect_s, driver_s)]
         table.add_row(*cells, f"{100 * driver_s / (driver_s + step_s):.2f}")
-    Console(width=140).print(table)
+    show(table)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ from pathlib import Path
 
 import psutil
 import torch
+from common.measure import figures_table, show
 from common.options import installed, options, read
 from common.race_target import VARIABLE
 from rich.console import Console
-from rich.table import Table
 
 SIDES = ("core-rl", "TRL")
 COMMON = Path(__file__).resolve().parent / "common"
@@ -143,21 +143,18 @@ def note_cpu_times(pid: int, spent: dict[int, float]) -> None:
 def report(runs: Sequence[Run], target: float) -> None:
     """A table of all runs, and of the ratios of both sides."""
     title = f"{os.cpu_count()} CPU cores, held-out reward {target:g}"
-    table = Table(title=title, caption=f"torch {torch.__version__}")
     names = ("", "seed", "reward", "training steps", "steps, s", "process, s", "process, CPU s")
-    for name in names:
-        table.add_column(name, justify="right")
+    table = figures_table(names, title=title, caption=f"torch {torch.__version__}")
     for run in runs:
         reward = f"{run.start_reward:.3f} to {run.end_reward:.3f}"
         seconds = [f"{value:.1f}" for value in (run.steps_s, run.process_s, run.process_cpu_s)]
         table.add_row(run.side, str(run.seed), reward, str(run.steps), *seconds)
-    console = Console(width=max(120, Console().width))
-    console.print(table)
+    show(table)
     for name in ("steps", "steps_s", "process_s", "process_cpu_s"):
         ours, theirs = ({run.seed: getattr(run, name) for run in runs if run.side == side} for side in SIDES)
         if ours and theirs:
             ratios = [theirs[seed] / ours[seed] for seed in ours]
-            console.print(
+            Console(width=120).print(
                 f"{name}: TRL / core-rl {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             )
 

@@ -17,13 +17,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core/tests"))
 
 import torch
-from common.measure import spread
+from common.measure import show, spread
 from common.options import options, read
 from common.real_memory import equal, export, load
 from common.real_sides import QWEN2_5_0_5B, Cost, Line, steps_of
@@ -52,13 +53,12 @@ def main() -> None:
         arguments.model = make_model(arguments.model or arguments.scratch / "model", arguments.shape)
         for part in arguments.part or PARTS:
             lines += PARTS[part](arguments)
-    table = Table(caption=f"torch {torch.__version__}, one thread for each rank")
-    for column in ("Qwen2.5-0.5B shape, bfloat16", "figure", "ratio", "aim", "met"):
-        table.add_column(column)
+    columns = ("Qwen2.5-0.5B shape, bfloat16", "figure", "ratio", "aim", "met")
+    table = Table(*columns, caption=f"torch {torch.__version__}, one thread for each rank")
     for line in lines:
         met = "yes" if line.value <= line.aim else "no"
         table.add_row(line.what, line.figure, f"{line.value:.3f}", f"at most {line.aim:g}", met)
-    Console(width=max(120, Console().width)).print(table)
+    show(table)
 
 
 def make_model(directory: Path, shape: Mapping[str, Any]) -> Path:
@@ -68,16 +68,6 @@ def make_model(directory: Path, shape: Mapping[str, Any]) -> Path:
         config = AutoConfig.for_model(**shape)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     return directory
-
-
-def step(arguments: argparse.Namespace) -> list[Line]:
-    """A step of all weights."""
-    return _beside("step", "engine", "by hand", arguments)
-
-
-def lora(arguments: argparse.Namespace) -> list[Line]:
-    """A step of adapters on all linear layers."""
-    return _beside("LoRA step", "engine, LoRA", "by hand, LoRA", arguments)
 
 
 def _beside(label: str, engine: str, hand: str, arguments: argparse.Namespace) -> list[Line]:
@@ -105,8 +95,8 @@ def _compared(label: str, ours: list[float], by_hand: list[float]) -> Line:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Line]]] = {
-    "step": step,
-    "lora": lora,
+    "step": partial(_beside, "step", "engine", "by hand"),
+    "lora": partial(_beside, "LoRA step", "engine, LoRA", "by hand, LoRA"),
     "equal": equal,
     "load": load,
     "export": export,

@@ -10,6 +10,7 @@ process; wall time is not measured.
 from __future__ import annotations
 
 import cProfile
+import itertools
 import pstats
 import statistics
 import time
@@ -127,11 +128,9 @@ def open_rollouts(completions: int, group: int) -> Iterator[Rollouts]:
 
 def batches(prompts: int) -> Iterator[list[dict[str, Any]]]:
     """Prompts of one step after the other."""
-    step = 0
-    while True:
+    for step in itertools.count():
         numbers = range(step * prompts, (step + 1) * prompts)
         yield [{"prompt_ids": [number % VOCABULARY] * PROMPT, NUMBER: number} for number in numbers]
-        step += 1
 
 
 def measure(completions: int, group: int, repeats: int) -> list[float]:

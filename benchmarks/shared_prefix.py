@@ -19,11 +19,9 @@ from itertools import product
 import torch
 from common.bare import bare_step, build, pack
 from common.engine import each_rank, start_engine
-from common.measure import Side, compare
+from common.measure import Side, compare, figures_table, show
 from common.options import read, step_options
 from common.workload import MODEL, token_nll
-from rich.console import Console
-from rich.table import Table
 
 from core_rl import LossSpec, MicroBatchSpec
 from core_rl.data.batch import SequenceBatch
@@ -55,9 +53,8 @@ def main() -> None:
 
 def spread_over_ranks(arguments: argparse.Namespace) -> None:
     """A table of computed tokens."""
-    table = Table(title=f"computed tokens, {arguments.prompts} prompts")
-    for column in ("lengths", "G", "ranks", "spread by", "slowest rank", "all ranks", "part of all tokens"):
-        table.add_column(column, justify="right")
+    columns = ("lengths", "G", "ranks", "spread by", "slowest rank", "all ranks", "part of all tokens")
+    table = figures_table(columns, title=f"computed tokens, {arguments.prompts} prompts")
     for ratio, group in product(arguments.ratios, arguments.group):
         batch = rollouts(*LENGTHS[ratio], group, arguments.prompts, ragged=True)
         order = batch.prefix_order
@@ -65,7 +62,7 @@ def spread_over_ranks(arguments: argparse.Namespace) -> None:
             computed = [order.computed(part) for part in shard_plan(batch, ranks, shares)]
             figures = f"{max(computed):,}", f"{sum(computed):,}", f"{sum(computed) / batch.num_tokens:.3f}"
             table.add_row(ratio, str(group), str(ranks), "shared prefixes" if shares else "tokens", *figures)
-    Console(width=max(120, Console().width)).print(table)
+    show(table)
 
 
 def measure(address: RankAddress, arguments: argparse.Namespace) -> None:

@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 from common.bare import model_directory
-from common.measure import rounds, spread
+from common.measure import figures_table, rounds, show, spread
 from common.options import installed, model_dir_option, options, read
 from common.rollouts import GRPOPhases, Rollout, given_rollout, packed_rollout
-from rich.console import Console
-from rich.table import Table
 
 from core_rl import EngineGroup, MicroBatchSpec
 from core_rl_trainer.algorithms import ModelInterfaceAbstraction, make_interface
@@ -95,10 +93,8 @@ def report(rollout: Rollout, seconds: Mapping[str, list[GRPOPhases]], threads: i
         f"{len(rollout.completions)} completions, {rollout.tokens} real tokens, float32, {threads} threads"
     )
     caption = f"median (quartiles) of {len(seconds[OURS])} rounds; torch {torch.__version__}"
-    table = Table(title=title, caption=caption)
-    table.add_column("")
-    for column in ("log-probs, s", "updates, s", "both, s", f"both / {OURS}"):
-        table.add_column(column, justify="right")
+    columns = ("", "log-probs, s", "updates, s", "both, s", f"both / {OURS}")
+    table = figures_table(columns, title=title, caption=caption)
     totals = {
         name: [sum(phases[p] for p in PHASES) for phases in timings] for name, timings in seconds.items()
     }
@@ -106,7 +102,7 @@ def report(rollout: Rollout, seconds: Mapping[str, list[GRPOPhases]], threads: i
         ratios = [time_s / base_s for time_s, base_s in zip(totals[name], totals[OURS], strict=True)]
         parts = [spread([phases[phase] for phases in timings]) for phase in PHASES]
         table.add_row(name, *parts, spread(totals[name]), spread(ratios))
-    Console(width=max(120, Console().width)).print(table)
+    show(table)
 
 
 if __name__ == "__main__":

@@ -36,19 +36,17 @@ def segment_attention(
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 
-def build(config: dict[str, Any], *, packed: bool, seed: int = 0, path: str | None = None) -> nn.Module:
-    """The plain transformers model in float32, with the weights of directory ``path`` or of the seed."""
+def build(
+    config: dict[str, Any], *, packed: bool, path: str | None = None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The plain transformers model of ``config`` with drawn weights, or that of the directory ``path``."""
     AttentionInterface.register("bare_segments", segment_attention)
-    torch.manual_seed(seed)
-    implementation = "bare_segments" if packed else "sdpa"
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"attn_implementation": "bare_segments" if packed else "sdpa", "dtype": dtype}
     if path is not None:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, attn_implementation=implementation, dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, **options)
     else:
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**config), attn_implementation=implementation
-        )
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), **options)
     return model.train()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 Result = TypeVar("Result")
 
@@ -25,24 +25,28 @@ def compare(
     title: str, sides: Mapping[str, Side], amount: int, *, base: str, repeats: int, warmup: int = 2
 ) -> None:
     """Time ``sides``; rank 0 prints seconds, the ``amount`` of each second, and the ratio to ``base`` in its round."""
-    seconds = interleave(sides, repeats=repeats, warmup=warmup)
+    timed = {name: partial(_seconds, side) for name, side in sides.items()}
+    seconds = rounds(timed, repeats=repeats, warmup=warmup)
     if not _is_first():
         return
-    table = Table(title=title, caption=f"median (quartiles) of {repeats} rounds; {_hardware()}")
-    table.add_column("")
-    for column in ("seconds", "real tokens/s", f"time / {base}"):
-        table.add_column(column, justify="right")
+    caption = f"median (quartiles) of {repeats} rounds; {_hardware()}"
+    table = figures_table(["", "seconds", "real tokens/s", f"time / {base}"], title=title, caption=caption)
     for name, times in seconds.items():
         ratios = [time_s / base_s for time_s, base_s in zip(times, seconds[base], strict=True)]
         speed = f"{amount / statistics.median(times):,.0f}"
         table.add_row(name, spread(times), speed, spread(ratios))
-    Console(width=max(110, Console().width)).print(table)
+    show(table)
 
 
-def interleave(sides: Mapping[str, Side], *, repeats: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of each run. With several ranks, all run the same side at the same time, until the slowest is done."""
-    timed = {name: partial(_seconds, side) for name, side in sides.items()}
-    return rounds(timed, repeats=repeats, warmup=warmup)
+def figures_table(columns: Sequence[str], *, title: str, caption: str | None = None) -> Table:
+    """A table of figures below ``columns``, of which the first has the names of the rows."""
+    first, *others = columns
+    return Table(first, *(Column(name, justify="right") for name in others), title=title, caption=caption)
+
+
+def show(table: Table) -> None:
+    """Print ``table``, wider than a narrow terminal."""
+    Console(width=max(120, Console().width)).print(table)
 
 
 def rounds(
@@ -61,6 +65,7 @@ def rounds(
 
 
 def _seconds(side: Side) -> float:
+    """Seconds of one run. With several ranks, all run it at the same time, until the slowest is done."""
     _wait()
     start = time.perf_counter()
     side()

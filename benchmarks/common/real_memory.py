@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -15,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.real_sides import LENGTHS, Line
 from common.workload import make_batch, token_nll
-from core_rl import LossSpec, MicroBatchSpec, load_config
+from core_rl import LossSpec, MicroBatchSpec
 from core_rl.backend.meta import SaveLoadMeta, WeightUpdateMeta
-from core_rl.config.engine import TrainEngineConfig
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.state.gather import BUCKET_BYTES
@@ -68,7 +66,7 @@ def _loaded(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model))
     count = sum(parameter.numel() for parameter in model.parameters())
-    state = _config(engine, arguments, layout, trained=trained).state_bytes(count, count if trained else 0)
+    state = group.config.state_bytes(count, count if trained else 0)
     part = state.weights + state.moments
     figure = (
         f"peak {max(peaks.growth) / MIB:,.0f}, kept {max(resident) / MIB:,.0f}, part {part / MIB:,.0f} MiB"
@@ -119,24 +117,19 @@ def _stream(group: EngineGroup, path: Path) -> None:
     receiver.join()
 
 
-def _config(
-    engine: str, arguments: argparse.Namespace, layout: dict[str, int], *, trained: bool = False
-) -> TrainEngineConfig:
-    optimizer = {"lr": 1e-4, "weight_decay": 0.01} if trained else None
-    fields = {"model": {"path": str(arguments.model)}, "dtype": "bfloat16", "device": "cpu"}
-    config = load_config(engine).model_validate({**fields, "layout": layout, "optimizer": optimizer})
-    assert isinstance(config, TrainEngineConfig)
-    return config
-
-
-@contextmanager
 def _group(
-    engine: str, arguments: argparse.Namespace, layout: dict[str, int], *, trained: bool = False
-) -> Iterator[EngineGroup]:
-    """The ranks, started and without a model."""
-    config = _config(engine, arguments, layout, trained=trained)
-    group = EngineGroup(engine, config, timeout_s=600, threads_per_rank=1)
-    try:
-        yield group
-    finally:
-        group.close()
+    engine: str, arguments: argparse.Namespace, layout: dict[str, int], *, trained: bool
+) -> closing[EngineGroup]:
+    """The ranks, started and without a model, for a context that closes them."""
+    return closing(
+        EngineGroup(
+            engine,
+            model={"path": str(arguments.model)},
+            optimizer={"lr": 1e-4, "weight_decay": 0.01} if trained else None,
+            layout=layout,
+            dtype="bfloat16",
+            device="cpu",
+            timeout_s=600,
+            threads_per_rank=1,
+        )
+    )

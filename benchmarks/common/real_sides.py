@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, multiprocessing, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from common.bare import segment_attention
+from common.bare import build
 from common.engine import engine_step, start_engine
 from common.workload import make_batch
 from core_rl.data.batch import SequenceBatch
@@ -41,18 +41,9 @@ LORA_RANK = 8
 ByHand = Callable[[str, Sequence[Tensor]], Callable[[], object]]
 
 
-def _load_half(path: str) -> nn.Module:
-    """The plain transformers model in bfloat16, with attention inside each packed sequence."""
-    AttentionInterface.register("bare_segments", segment_attention)
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="bare_segments", dtype=torch.bfloat16
-    )
-    return model.train()
-
-
 def _full_step(path: str, ids: Sequence[Tensor]) -> Callable[[], None]:
     """An optimizer step of all weights."""
-    model = _load_half(path)
+    model = build({}, packed=True, path=path, dtype=torch.bfloat16)
     return _half_step(model, list(model.parameters()), ids)
 
 
@@ -61,7 +52,8 @@ def _lora_step(path: str, ids: Sequence[Tensor], rank: int) -> Callable[[], None
     import peft
 
     config = peft.LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted: Any = peft.get_peft_model(_load_half(path), config, autocast_adapter_dtype=False)
+    base: Any = build({}, packed=True, path=path, dtype=torch.bfloat16)
+    adapted: Any = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
     model = adapted.get_base_model()
     return _half_step(model, [p for p in model.parameters() if p.requires_grad], ids)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,22 @@ def engine(settings: TrainEngineConfig | None = None) -> TrainEngine:
     built = load_engine(SPEC, settings or config())
     built.initialize()
     return built
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[Callable[[TrainEngineConfig], TrainEngine]]:
+    """Builds engines, each in place of its predecessor, and destroys the last."""
+    running: list[TrainEngine] = []
+
+    def replaced(settings: TrainEngineConfig) -> TrainEngine:
+        if running:
+            running.pop().destroy()
+        running.append(engine(settings))
+        return running[-1]
+
+    yield replaced
+    for last in running:
+        last.destroy()
 
 
 def batch(seed: int = 0, lengths: tuple[int, ...] = (5, 9, 3)) -> SequenceBatch:

@@ -384,7 +384,7 @@ def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, condition
-        time.sleep(0.02)
+        time.sleep(0.005)
 
 
 def await_arrival(folder: Path, ranks: int = 2) -> None:

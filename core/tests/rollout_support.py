@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from group_support import eventually
 from torch import Tensor
 
 from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
@@ -23,6 +24,8 @@ from core_rl.errors import WeightsError
 from core_rl.registry.spec import EngineSpec
 from core_rl.rollout.workflow import TokenGenerator, pack_responses
 from core_rl.seeds import derive_seed
+
+__all__ = ["eventually"]
 
 VOCAB, CONTEXT = 50, 32
 ALL = frozenset(
@@ -168,14 +171,6 @@ class GatedWorkflow:
             assert self._changed.wait_for(lambda: len(self.started) >= count, 60), self.started
         time.sleep(0.05)
         return sorted(self.started)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """Fail unless ``condition`` comes true within a minute."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, condition
-        time.sleep(0.001)
 
 
 def keys(*values: int) -> list[dict[str, int]]:

@@ -30,6 +30,15 @@ from core_rl_conformance.procedures.streaming import tensors_of
 
 Handler = Callable[[web.Request, dict[str, Any]], Any]
 S = TypeVar("S", bound="ServerStub")
+LONGEST = 1024
+"""Tokens that tiny models take: requests of some hundreds are still running when a test acts."""
+ADAPTERS: dict[str, Any] = {
+    "rank": 3,
+    "alpha": 7,
+    "rslora": True,
+    "target_modules": ["k_proj", "up_proj", "o_proj"],
+}
+"""Adapter of a server, on layers that servers fuse with layers without an adapter."""
 
 
 class ServerStub(ABC):
@@ -211,8 +220,15 @@ def connected_to(
         layout={"dp": len(made)},
         options={"addresses": [stub.address for stub in made], "take_over": True, **options},
     )
-    engine.initialize()
+    with initialized(engine):
+        yield engine
+
+
+@contextmanager
+def initialized(engine: InferenceEngine) -> Iterator[InferenceEngine]:
+    """``engine``, destroyed afterwards."""
     try:
+        engine.initialize()
         yield engine
     finally:
         engine.destroy()

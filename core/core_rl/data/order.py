@@ -78,7 +78,7 @@ class PrefixOrder:
 
 
 def _common(keys: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Equal rows at the beginning of each of ``keys`` and the one before; 0 at the first."""
+    """Equal rows at the beginning of each of ``keys`` and its predecessor; 0 at the first."""
     pairs = [(first[: len(second)], second[: len(first)]) for first, second in pairwise(keys)]
     if not pairs:
         return np.zeros(1, dtype=np.int64)

@@ -56,17 +56,8 @@ NAMES = {"prepare": "the check of the config", "open_store": "opening the store 
 FUNCTION_CALLS = ("run", "run_alone")
 
 
-def pack_call(call: Call) -> list[Buffer]:
-    """The part of ``call`` for all ranks; raises `GroupError` if it cannot be pickled."""
-    return _sendable(call.name, call)
-
-
-def pack_arguments(name: str, arguments: tuple[Any, ...]) -> list[Buffer]:
-    """The part of a call for a single rank, sent after `pack_call`; raises `GroupError` as well."""
-    return _sendable(name, arguments)
-
-
-def _sendable(name: str, value: object) -> list[Buffer]:
+def pack_sent(name: str, value: Call | tuple[Any, ...]) -> list[Buffer]:
+    """A call ``name`` for all ranks, or next a rank's own arguments; raises `GroupError` where pickle cannot."""
     try:
         return packed(value)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:

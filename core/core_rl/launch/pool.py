@@ -16,7 +16,7 @@ from core_rl.distributed.channel import Buffer
 from core_rl.errors import CoreRLError, GroupError, RankDied, RankTimeout
 from core_rl.launch.hosts import EXIT_WAIT_S, Hosts, Rank, Slot, end_ranks
 from core_rl.launch.kept import can_keep
-from core_rl.launch.messages import Call, Failure, pack_arguments, pack_call, packed, unpack_reply
+from core_rl.launch.messages import Call, Failure, pack_sent, packed, unpack_reply
 
 START_TIMEOUT_S = 300.0
 """The longest start of a rank in seconds, the first import of torch included."""
@@ -86,8 +86,8 @@ class RankPool:
         """
         # Ranks that are given the same tuple share its bytes.
         different = {id(args): args for args in per_rank}
-        name, shared = call.name, pack_call(call)
-        payloads = {key: [*shared, *pack_arguments(name, args)] for key, args in different.items()}
+        name, shared = call.name, pack_sent(call.name, call)
+        payloads = {key: [*shared, *pack_sent(name, args)] for key, args in different.items()}
         with self._exchange(name, call.engine_id), ExitStack() as messages:
             ranks = self._ranks[: len(per_rank)]
             deadline = time.monotonic() + timeout_s

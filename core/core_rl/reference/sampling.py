@@ -29,7 +29,7 @@ from core_rl.data.media import Media, join_media
 from core_rl.data.requests import SamplingParams, StopReason
 from core_rl.toolkit.positions import frequencies_change
 from core_rl.toolkit.sequence_layers import stateful_layers
-from core_rl.toolkit.vision import is_vision_model, sequence_arguments
+from core_rl.toolkit.vision import has_tower, sequence_arguments
 
 DRAWN = 256
 """Numbers that a row draws at one time, unless its vocabulary is larger."""
@@ -146,7 +146,7 @@ def generate(
     )
     adjust = Adjustment(sampling=sampling, start=ids.shape[1])
     processors: list[Any] = [adjust] if sampling.greedy else [adjust, GumbelSampler(sampling, seeds)]
-    if is_vision_model(model):
+    if has_tower(model.config):
         processors.insert(
             0, SuppressTokensLogitsProcessor([model.config.image_token_id], device=str(model.device))
         )

@@ -200,7 +200,10 @@ Raises `ConfigError`, also for a model that its machine lacks.
 
 
 class PlacedServer:
-    """A server in ``process``, on its machine. Calls raise `RolloutError` where the machine or the process is gone."""
+    """A server in ``process``, on its machine, with the methods of `ServerProcess`.
+
+    Calls raise `RolloutError` where the machine or the process is gone.
+    """
 
     def __init__(
         self, config: ServerEngineConfig, number: int, process: MachineProcess, start: Start
@@ -235,16 +238,14 @@ class PlacedServer:
             return False
 
     def cuda(self) -> CudaEnvironment | None:
-        """As `ServerProcess.cuda`."""
         environment: CudaEnvironment | None = self._call("cuda")
         return environment
 
     def require_alive(self, name: str) -> None:
-        """As `ServerProcess.require_alive`."""
         self._call("require_alive", name)
 
     def log_tail(self, lines: int = 25) -> str:
-        """As `ServerProcess.log_tail`; empty where its machine is gone."""
+        """Empty where its machine is gone."""
         try:
             return str(self._call("log_tail", lines))
         except RolloutError:
@@ -255,7 +256,7 @@ class PlacedServer:
             return self._process.call(of_server, name, *arguments)
 
     def stop(self) -> None:
-        """As `ServerProcess.stop`; on a machine that is gone, or out of reach, the server ends by itself."""
+        """On a machine that is gone, or out of reach, the server ends by itself."""
         try:
             self._process.call(stop_server)
         except GroupError:

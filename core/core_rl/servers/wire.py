@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -62,18 +63,12 @@ class Scores:
         """As `checked`, of vLLM's ``prompt_logprobs`` after the first: by token, the given one and the best."""
         pairs = zip(ids[1:], positions, strict=True)
         logprobs = [float(position[str(token)]["logprob"]) for token, position in pairs]
-        best = [
-            sorted(
-                ((int(token), float(entry["logprob"])) for token, entry in position.items()),
-                key=_unlikeliness,
-            )
+        scored = [
+            [(int(token), float(entry["logprob"])) for token, entry in position.items()]
             for position in positions
         ]
-        return Scores.checked(logprobs, [position[:k] for position in best], ids, k, server)
-
-
-def _unlikeliness(pair: tuple[int, float]) -> float:
-    return -pair[1]
+        best = [sorted(tokens, key=itemgetter(1), reverse=True)[:k] for tokens in scored]
+        return Scores.checked(logprobs, best, ids, k, server)
 
 
 class Wire(ABC):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from core_rl.distributed.collectives import all_to_all
 from core_rl.distributed.comm import Comm
@@ -21,7 +21,14 @@ from core_rl.seeds import derive_seed
 from core_rl.toolkit import cuda
 from core_rl.toolkit.segments import Blocks, KernelCall, Segments
 
-__all__ = ["PACKED_ATTENTION", "check_heads", "packed_attention", "register_packed_attention", "spread_heads"]
+__all__ = [
+    "PACKED_ATTENTION",
+    "check_heads",
+    "head_size",
+    "packed_attention",
+    "register_packed_attention",
+    "spread_heads",
+]
 
 PACKED_ATTENTION = "core_rl_packed"
 """The ``attn_implementation`` of packed models. Unknown to transformers' mask interface, so no mask is built."""
@@ -292,6 +299,11 @@ def _token_rows(part: Tensor, width: int) -> Tensor:
     """``[1, heads, T, D]`` as ``[T, heads, width]``, with zeros behind what there is, which change no score."""
     rows, missing = part[0].transpose(0, 1), width - part.shape[-1]
     return (F.pad(rows, (0, missing)) if missing else rows).contiguous()
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """The width of a head of a text model, which some families do not name."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def check_heads(heads: int, context: int) -> None:

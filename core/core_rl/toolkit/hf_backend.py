@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -171,11 +170,14 @@ def _length_owners(module: nn.Module) -> Iterator[dict[str, Any]]:
 class HFBackend(TrainBackend[C], SupportsOpaqueState):
     """Runs, steps and describes ``self.model`` and ``self.optimizer``, whose parameters may be DTensors.
 
-    A subclass writes `build`, which calls `adopt`, and `outputs`. Where gradients need more than a sum over
-    data-parallel ranks, it overrides `reduce_grads`. The attributes below are this class's; a subclass reads them.
+    A subclass writes `build`, which sets ``self.packed`` and calls `adopt`. Where gradients need more than a sum over
+    data-parallel ranks, it overrides `reduce_grads`, and for another forward pass `outputs`. The attributes below are
+    this class's; a subclass reads them.
     """
 
     model: PreTrainedModel
+    packed: nn.Module
+    """A `PackedModel`, or another module that takes its arguments; the subclass's."""
     optimizer: torch.optim.Optimizer | None
     muon: Muon | None = None
     """The update of the parameters that have Muon's momentum, if there are some."""
@@ -251,9 +253,12 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
 
     # --------------------------------------------------------------- training
 
-    @abstractmethod
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        """Forward pass of one micro-batch: the outputs that ``step`` asks for."""
+        """Forward pass of one micro-batch by `packed`: the outputs that ``step`` asks for."""
+        outputs = self.packed(
+            micro_batch, step.outputs, step.temperature, step.trained_only, step.share_prefixes
+        )
+        return ModelOutput(**outputs)
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for micro_batch in micro_batches:

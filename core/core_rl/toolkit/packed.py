@@ -27,7 +27,7 @@ from core_rl.toolkit.positions import RotaryEmbeddings, learned_positions, requi
 from core_rl.toolkit.routers import Routers, Routing, own_routing
 from core_rl.toolkit.sequence_layers import StatefulLayers, stateful_layers
 from core_rl.toolkit.token_logprobs import HeadMap, token_logits
-from core_rl.toolkit.vision import PackedVision, check_vision, is_vision_model
+from core_rl.toolkit.vision import PackedVision, check_vision, has_tower
 
 __all__ = ["PackedModel", "check_head", "check_layers"]
 
@@ -60,7 +60,7 @@ def check_layers(model: PreTrainedModel) -> None:
         raise _refused(model, f"no trunk under the name {model.base_model_prefix!r}")
     if config.is_encoder_decoder:
         raise _refused(model, "an encoder")
-    if is_vision_model(model):
+    if has_tower(model.config):
         check_vision(model.config)
     stateful = stateful_layers(model.base_model)
     attention = sorted(
@@ -171,7 +171,7 @@ class PackedModel(nn.Module):
         self.routers = Routers(model)
         self.stateful = StatefulLayers(model.base_model)
         self.rotary = RotaryEmbeddings(model.base_model)
-        self.vision = PackedVision(model) if is_vision_model(model) else None
+        self.vision = PackedVision(model) if has_tower(model.config) else None
 
     def forward(
         self,

@@ -29,11 +29,6 @@ MODEL_TYPES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3
 """Families whose packed images the conformance suite compares with transformers; others attend in other ways."""
 
 
-def is_vision_model(model: PreTrainedModel) -> bool:
-    """Whether ``model`` has a vision tower."""
-    return has_tower(model.config)
-
-
 def has_tower(config: PretrainedConfig) -> bool:
     """Whether a model with ``config`` has a vision tower."""
     return getattr(config, "vision_config", None) is not None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,20 +50,16 @@ FIRST_BYTES, GROWTH = 4 * 2**20, 4
 which takes 0.1 s for 256 MiB."""
 
 
+@dataclass(eq=False)
 class TensorUpdate:
     """One update of weights through memory. Each side makes the object from the same ``meta``."""
 
-    def __init__(
-        self, meta: WeightUpdateMeta, adapter: AdapterMetadata | None = None, base: DeltaBase | None = None
-    ) -> None:
-        """``adapter`` describes, at the sender by ``lora``, the adapter whose factors are sent.
-
-        ``base``, with ``meta.delta``, are the weights that this side has: changes are since the sender's, and the
-        receiver refuses them (`DeltaRefused`) where it has others.
-        """
-        self.meta = meta
-        self.adapter = adapter
-        self.base = base
+    meta: WeightUpdateMeta
+    adapter: AdapterMetadata | None = None
+    """The adapter whose factors are sent, at the sender by ``lora``."""
+    base: DeltaBase | None = None
+    """With ``meta.delta``, the weights that this side has: changes are since the sender's, and the receiver refuses
+    them (`DeltaRefused`) where it has others."""
 
     # ------------------------------------------------------------- the sender
 

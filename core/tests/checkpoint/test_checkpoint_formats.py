@@ -40,7 +40,6 @@ from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
-from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import (
     CheckpointDamaged,
@@ -67,24 +66,16 @@ Start = Callable[..., TrainEngine]
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Builds engines, one at a time, and destroys the last one."""
-    running: list[TrainEngine] = []
+    with support.one_at_a_time() as replaced:
 
-    def build(optimizer: OptimizerConfig | None = DECAYING, seed: int = 0, **model: Any) -> TrainEngine:
-        source: dict[str, Any] = {"config": support.TINY} | model
-        if "path" in source:
-            del source["config"]
-        if running:
-            running.pop().destroy()
-        built = load_engine(
-            SPEC, ReferenceConfig(model=ModelConfig(**source), optimizer=optimizer, seed=seed)
-        )
-        built.initialize()
-        running.append(built)
-        return built
+        def build(optimizer: OptimizerConfig | None = DECAYING, seed: int = 0, **model: Any) -> TrainEngine:
+            source: dict[str, Any] = {"config": support.TINY} | model
+            if "path" in source:
+                del source["config"]
+            chosen = ModelConfig(**source)
+            return replaced(ReferenceConfig(model=chosen, optimizer=optimizer, seed=seed))
 
-    yield build
-    for engine in running:
-        engine.destroy()
+        yield build
 
 
 def train(engine: TrainEngine, steps: int, first: int = 0) -> list[float]:

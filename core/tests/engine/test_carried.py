@@ -30,7 +30,7 @@ from core_rl.engine.loading import load_engine
 from core_rl.engine.sync import sync_weights
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import CheckpointMismatch, UnsupportedCapability, WeightsError
-from core_rl.reference import ROLLOUT_SPEC, SPEC, ReferenceConfig, ReferenceRolloutConfig
+from core_rl.reference import ROLLOUT_SPEC, ReferenceConfig, ReferenceRolloutConfig
 from core_rl.toolkit.meta_build import build_on_meta
 from core_rl.toolkit.model_files import exported_shapes
 from core_rl.weight_sync.update import weight_update
@@ -51,20 +51,13 @@ Start = Callable[..., TrainEngine]
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Builds engines, one at a time, and destroys the last one."""
-    running: list[TrainEngine] = []
+    with support.one_at_a_time() as replaced:
 
-    def build(path: Path, **model: Any) -> TrainEngine:
-        if running:
-            running.pop().destroy()
-        chosen = ModelConfig(path=str(path), **model)
-        built = load_engine(SPEC, ReferenceConfig(model=chosen, optimizer=support.OPTIMIZER))
-        built.initialize()
-        running.append(built)
-        return built
+        def build(path: Path, **model: Any) -> TrainEngine:
+            chosen = ModelConfig(path=str(path), **model)
+            return replaced(ReferenceConfig(model=chosen, optimizer=support.OPTIMIZER))
 
-    yield build
-    for engine in running:
-        engine.destroy()
+        yield build
 
 
 def with_extra(path: Path, extra: dict[str, Tensor] | None = None) -> Path:

@@ -239,18 +239,27 @@ group.close()
     assert "left []\n[(0,), (1,)]\n" in output
 
 
-@pytest.mark.nightly
-def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
-    script = tmp_path / "unguarded.py"
-    script.write_text(HEADER + "\nwith start() as group:\n    pass\n")
-    done = subprocess.run(
-        [sys.executable, str(script)],
+def run_program(
+    arguments: list[str], cwd: Path, stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The outcome of Python with ``arguments``, which finds what these tests import."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        input=stdin,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
+        cwd=cwd,
     )
+
+
+@pytest.mark.nightly
+def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(HEADER + "\nwith start() as group:\n    pass\n")
+    done = run_program([str(script)], tmp_path)
     assert done.returncode == 1
     assert (
         "ended with exit code 1 during the start. A script that starts a group needs an `if __name__"
@@ -297,16 +306,7 @@ UNKNOWN = "GroupError the function or its arguments cannot be restored in the ra
 def test_every_kind_of_driver(tmp_path: Path, arguments: Any, stdin: str | None, answer: str) -> None:
     (tmp_path / "guarded.py").write_text(GUARDED)
     (tmp_path / "nested.py").write_text(NESTED)
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        input=stdin,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=tmp_path,
-    )
+    done = run_program(arguments, tmp_path, stdin)
     assert len(lines := done.stdout.splitlines()) == 4, done.stderr
     assert lines[1] == lines[3] == "[(0,), (1,)]"
     assert lines[2].startswith(answer)
@@ -320,13 +320,5 @@ def test_inside_an_xdist_worker(tmp_path: Path) -> None:
     test.write_text(
         f"{HEADER}\ndef test_it():\n    with start() as group:\n        assert len(group.run(support.whoami)) == 2\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n1", "-p", "no:cacheprovider", str(test)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=tmp_path,
-    )
+    done = run_program(["-m", "pytest", "-q", "-n1", "-p", "no:cacheprovider", str(test)], tmp_path)
     assert "1 passed" in done.stdout, done.stdout + done.stderr

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from group_support import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_support import GatedWorkflow, eventually, keys, one_token
+from rollout_support import GatedWorkflow, keys, one_token
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse

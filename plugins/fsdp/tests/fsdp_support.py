@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from train_support import TINY, VOCABULARY, plain_logprobs
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import TensorKind
@@ -20,19 +21,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl.reference import ReferenceConfig
 from core_rl_fsdp.config import FSDPConfig, FSDPOptions
 
-VOCABULARY = 61
-TINY: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+__all__ = ["TINY", "VOCABULARY", "plain_logprobs"]
 OPTIMIZER = OptimizerConfig(
     lr=1e-2, weight_decay=0.1, schedule=ScheduleConfig(type="cosine", total_steps=20, warmup_steps=2)
 )

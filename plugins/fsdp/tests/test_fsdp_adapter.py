@@ -68,14 +68,6 @@ def meta(path: Path) -> SaveLoadMeta:
     return SaveLoadMeta(path=str(path), format="adapter")
 
 
-def plain_logprobs(model: Any, batch: SequenceBatch) -> torch.Tensor:
-    rows = []
-    for ids in batch.input_ids.split(batch.lengths):
-        logits = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
-        rows.append(torch.cat([torch.zeros(1), logits[:-1].gather(1, ids[1:, None])[:, 0]]))
-    return torch.cat(rows)
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("targets", ["all-linear", "one layer"])
@@ -101,11 +93,11 @@ def test_peft_loads_saved_adapter(group: EngineGroup, tmp_path: Path, family: st
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
     with torch.no_grad():
-        theirs = plain_logprobs(adapted, batch)
+        theirs = support.plain_logprobs(adapted, batch)
         torch.testing.assert_close(local, theirs, rtol=1e-5, atol=1e-5)
         group.save(SaveLoadMeta(path=str(tmp_path / "merged"), format="hf"))
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-        torch.testing.assert_close(local, plain_logprobs(merged, batch), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(local, support.plain_logprobs(merged, batch), rtol=1e-5, atol=1e-5)
     assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
     assert (local - group_without(group, path, batch)).abs().max() > 1e-3
 
@@ -134,7 +126,7 @@ def test_peft_adapter_initializes_training(group: EngineGroup, base: Path, tmp_p
     group.initialize(config=config_of(base, dp=4, lora=lora))
     batch = support.make_batch(2)
     with torch.no_grad():
-        theirs = plain_logprobs(adapted, batch)
+        theirs = support.plain_logprobs(adapted, batch)
     torch.testing.assert_close(group.forward(batch, BUDGET)["logprobs"], theirs, rtol=1e-5, atol=1e-5)
     with pytest.raises(CheckpointMismatch, match=r"2 problems:(.|\n)*set it to 4(.|\n)*set it to 9"):
         group.initialize(config=config_of(base, lora=lora.model_copy(update={"rank": 2, "alpha": 4})))
@@ -170,8 +162,7 @@ def test_gradient_checkpointing_changes_no_gradient(group: EngineGroup, base: Pa
         group.forward_backward(support.make_batch(1), LOSS, BUDGET)
         actual.append(group.named_tensors("grads"))
     assert all(bool(grad.any()) for grad in actual[0].values())
-    for name, grad in actual[1].items():
-        torch.testing.assert_close(grad, actual[0][name], rtol=1e-5, atol=1e-7, msg=name)
+    torch.testing.assert_close(*actual, rtol=1e-5, atol=1e-7)
 
 
 def test_bfloat16_trains_float32_factors(group: EngineGroup, base: Path) -> None:

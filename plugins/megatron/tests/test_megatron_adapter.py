@@ -10,14 +10,12 @@ import megatron_support as support
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.base import parse_config
 from core_rl.config.engine import TrainEngineConfig
-from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
@@ -66,14 +64,6 @@ def config(
     return parse_config(MegatronConfig, values, "a test's config")
 
 
-def plain_logprobs(model: Any, batch: SequenceBatch) -> Tensor:
-    rows = []
-    for ids in batch.input_ids.split(batch.lengths):
-        logits = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
-        rows.append(torch.cat([torch.zeros(1), logits[:-1].gather(1, ids[1:, None])[:, 0]]))
-    return torch.cat(rows)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "lora"), [({"tp": 2}, LORA), (TP_SP, LORA), ({"pp": 2}, LAST_LAYER)], ids=["tp", "sp", "pp"]
@@ -96,7 +86,7 @@ def test_peft_loads_adapter_of_any_layout(
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
     with torch.no_grad():
-        torch.testing.assert_close(local, plain_logprobs(adapted, batch), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(local, support.plain_logprobs(adapted, batch), rtol=1e-5, atol=1e-5)
     assert (local - off).abs().max() > 1e-3
     group.initialize(config=config(base, layout))
     assert torch.equal(off, group.forward(batch, CUT)["logprobs"])

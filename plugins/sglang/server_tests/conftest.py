@@ -11,7 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from sglang_support import ADAPTERS, API_KEY, build, tiny_model
+from server_stub import ADAPTERS, initialized
+from sglang_support import API_KEY, build, tiny_model
 
 from core_rl.engine.inference import InferenceEngine
 
@@ -31,20 +32,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def adapted(root: Path) -> Iterator[InferenceEngine]:
     """One server that takes adapters."""
-    engine = build(tiny_model(root), lora=ADAPTERS, api_key=API_KEY)
-    try:
-        engine.initialize()
+    with initialized(build(tiny_model(root), lora=ADAPTERS, api_key=API_KEY)) as engine:
         yield engine
-    finally:
-        engine.destroy()
 
 
 @pytest.fixture(scope="session")
 def engine(root: Path) -> Iterator[InferenceEngine]:
     """One server for all tests that accept the weights that others have left."""
-    engine = build(tiny_model(root), api_key=API_KEY)
-    try:
-        engine.initialize()
+    with initialized(build(tiny_model(root), api_key=API_KEY)) as engine:
         yield engine
-    finally:
-        engine.destroy()

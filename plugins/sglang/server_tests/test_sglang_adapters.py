@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_support import ADAPTERS, API_KEY, backend_of, build, tiny_model
+from server_stub import ADAPTERS
+from sglang_support import API_KEY, backend_of, build, tiny_model
 from test_sglang_servers import LENGTH, asked, logprobs, pid_of, processes, require_serves
 
 from core_rl.backend.meta import WeightUpdateMeta

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_stub import complete, engine_of
+from server_stub import complete, engine_of, initialized
 
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.engine.inference import InferenceEngine
@@ -28,11 +28,8 @@ def model(root: Path) -> Path:
 @pytest.fixture
 def serving(model: Path) -> Iterator[InferenceEngine]:
     engine = engine_of("sglang", model={"path": str(model), "vision": True})
-    try:
-        engine.initialize()
+    with initialized(engine):
         yield engine
-    finally:
-        engine.destroy()
 
 
 @pytest.mark.nightly

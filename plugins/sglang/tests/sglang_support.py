@@ -6,12 +6,13 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from aiohttp import web
-from server_stub import ServerStub, connected_to, engine_of, running
+from server_stub import LONGEST, ServerStub, connected_to, engine_of, running
 from torch import Tensor
 
 from core_rl.engine.inference import InferenceEngine
@@ -24,15 +25,6 @@ from core_rl_sglang.backend import SGLangBackend
 os.environ["CORE_RL_TEST_SGLANG_KEY"] = "a secret"
 API_KEY = "${env:CORE_RL_TEST_SGLANG_KEY}"
 """Model of the server that tests on real servers share."""
-LONGEST = 1024
-"""Tokens that the tiny model takes: requests of some hundreds are still running when a test acts."""
-ADAPTERS: dict[str, Any] = {
-    "rank": 3,
-    "alpha": 7,
-    "rslora": True,
-    "target_modules": ["k_proj", "up_proj", "o_proj"],
-}
-"""Adapter of a server, on layers that SGLang fuses with layers without an adapter."""
 GROUP_CALLS = (
     "/init_weights_update_group",
     "/destroy_weights_update_group",
@@ -146,13 +138,7 @@ def stubs(root: Path, count: int = 1) -> Iterator[list[Stub]]:
         yield made
 
 
-@contextmanager
-def connected(
-    made: list[Stub], lora: dict[str, Any] | None = None, **options: Any
-) -> Iterator[InferenceEngine]:
-    """The engine at these servers; with ``lora`` it takes adapters."""
-    with connected_to("sglang", made, lora, **options) as engine:
-        yield engine
+connected = partial(connected_to, "sglang")
 
 
 def generations(stub: Stub) -> list[dict[str, Any]]:

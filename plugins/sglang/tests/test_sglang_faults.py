@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from server_stub import complete, drop, first, request, shorten_wait, slow, wait_for
-from sglang_support import LONGEST, Stub, backend_of, connected, generations, stubs, tiny_model
+from server_stub import LONGEST, complete, drop, first, request, shorten_wait, slow, wait_for
+from sglang_support import Stub, backend_of, connected, generations, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine

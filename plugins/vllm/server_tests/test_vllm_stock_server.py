@@ -13,8 +13,8 @@ from typing import Literal
 
 import pytest
 from drawn_tokens import check_update_in_flight, require_drawn_by, require_serves
-from server_stub import complete, logged_calls, request
-from vllm_support import LONGEST, build
+from server_stub import LONGEST, complete, logged_calls, request
+from vllm_support import build
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.requests import LLMRequest, SamplingParams

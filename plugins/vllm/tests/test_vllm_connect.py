@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_support import ADAPTERS, GENERATE, LONGEST, VllmStub, build, connected, stubs, tiny_model
+from server_stub import ADAPTERS, LONGEST
+from vllm_support import GENERATE, VllmStub, build, connected, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch

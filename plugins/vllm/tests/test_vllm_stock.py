@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from server_stub import complete
-from vllm_support import LONGEST, VllmStub, connected, stubs, tiny_model
+from server_stub import LONGEST, complete
+from vllm_support import VllmStub, connected, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.requests import LLMRequest, SamplingParams

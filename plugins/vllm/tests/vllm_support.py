@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from server_stub import ServerStub, connected_to, engine_of, running
+from server_stub import LONGEST, ServerStub, connected_to, engine_of, running
 
 from core_rl.engine.inference import InferenceEngine
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
@@ -16,15 +17,6 @@ from core_rl_vllm.backend import VllmBackend
 
 HEAD_SIZE = 32
 """The smallest that vLLM's attention on CPUs has."""
-LONGEST = 1024
-"""Tokens that the tiny model takes: requests of some hundreds are still running when a test acts."""
-ADAPTERS: dict[str, Any] = {
-    "rank": 3,
-    "alpha": 7,
-    "rslora": True,
-    "target_modules": ["k_proj", "up_proj", "o_proj"],
-}
-"""Adapter of a server, on layers that vLLM fuses with layers without an adapter."""
 GENERATE = "/inference/v1/generate"
 
 
@@ -128,13 +120,7 @@ def stubs(root: Path, count: int = 1) -> Iterator[list[VllmStub]]:
         yield made
 
 
-@contextmanager
-def connected(
-    made: list[VllmStub], lora: dict[str, Any] | None = None, **options: Any
-) -> Iterator[InferenceEngine]:
-    """The engine at these servers; with ``lora`` it takes adapters."""
-    with connected_to("vllm", made, lora, **options) as engine:
-        yield engine
+connected = partial(connected_to, "vllm")
 
 
 def backend_of(engine: InferenceEngine) -> VllmBackend:

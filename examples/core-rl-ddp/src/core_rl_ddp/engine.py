@@ -6,10 +6,7 @@ from core_rl.toolkit import (
     PACKED_ATTENTION,
     BuildContext,
     HFBackend,
-    MicroBatchStep,
-    ModelOutput,
     PackedModel,
-    SequenceBatch,
     build_model,
     register_packed_attention,
 )
@@ -27,9 +24,3 @@ class DDPBackend(HFBackend[DDPConfig]):
         self.packed = PackedModel(model, model_config.head).to(context.device)
         self.reduce_bytes = context.config.options.bucket_bytes
         self.adopt(model, context)
-
-    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        outputs = self.packed(
-            micro_batch, step.outputs, step.temperature, step.trained_only, step.share_prefixes
-        )
-        return ModelOutput(**outputs)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
@@ -17,7 +16,6 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import BuildContext, PassMode
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.collectives import add_up
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import LayoutError
@@ -25,6 +23,7 @@ from core_rl.state.store import is_float32_head
 from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.cuda import require_device_memory, use_flash_attention
+from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.experts import check_expert_parallel
 from core_rl.toolkit.fully_sharded import check_copies, fsdp_modules, reset_pass, reshard
 from core_rl.toolkit.hf_backend import HFBackend
@@ -144,8 +143,7 @@ class ActivationOffload:
 
     def _note_weights(self, module: nn.Module, _: object) -> None:
         for parameter in module.parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            self._weights.add(local.untyped_storage()._cdata)
+            self._weights.add(own_part(parameter).untyped_storage()._cdata)
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.nbytes < SMALLEST_BYTES:
@@ -276,12 +274,6 @@ class FSDPBackend(HFBackend[FSDPConfig]):
     def verify(self) -> None:
         super().verify()
         reshard(self.packed)
-
-    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        outputs = self.packed(
-            micro_batch, step.outputs, step.temperature, step.trained_only, step.share_prefixes
-        )
-        return ModelOutput(**outputs)
 
     def reduce_grads(self) -> None:
         """Add up the parts that tensor parallel ranks have; over all others FSDP adds in each backward pass."""

@@ -22,7 +22,7 @@ from core_rl.distributed.collectives import copy_to_region, gather, reduce_from_
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.toolkit.dtensor import own_part, shard_parameter
 from core_rl.toolkit.parallel_context import ModelShards
-from core_rl.toolkit.vision import is_vision_model
+from core_rl.toolkit.vision import has_tower
 
 COLUMN, ROW = "colwise", "rowwise"
 REPLICATED = ("replicated_with_grad_allreduce",)
@@ -62,7 +62,7 @@ def check_sequence_parallel(model: PreTrainedModel) -> None:
 
     Raises it for a vision-language model as well.
     """
-    if is_vision_model(model):
+    if has_tower(model.config):
         raise LayoutError(
             f"sequence_parallel spreads hidden states, and features of images go to their places among all tokens in "
             f"the model type {model.config.model_type!r}; leave it off"
@@ -123,7 +123,7 @@ def _linear_parts(model: PreTrainedModel, name: str, factor: str) -> list[str]:
 def _split(model: PreTrainedModel) -> dict[str, list[str]]:
     """The modules of ``model.base_model`` that transformers' plan cuts by columns and by rows."""
     # The plan of a vision-language model is of its text; each rank computes the whole tower.
-    prefix = "language_model." if is_vision_model(model) else ""
+    prefix = "language_model." if has_tower(model.config) else ""
     names = [name for name, _ in model.base_model.named_modules()]
     split: dict[str, list[str]] = {COLUMN: [], ROW: []}
     config = model.config.get_text_config()

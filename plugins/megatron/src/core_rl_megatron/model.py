@@ -17,7 +17,7 @@ from core_rl.backend.train_backend import BuildContext
 from core_rl.distributed.agreement import on_all
 from core_rl.errors import ConfigError
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
-from core_rl.toolkit.vision import is_vision_model
+from core_rl.toolkit.vision import has_tower
 from core_rl_megatron.adapters import add_adapters
 from core_rl_megatron.config import MegatronConfig, MegatronOptions
 from core_rl_megatron.experts import mark_experts
@@ -58,7 +58,7 @@ def build_stage(
         for stage in (range(virtual) if virtual > 1 else (None,))
     ]
     ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
-    vision = is_vision_model(model)
+    vision = has_tower(model.config)
     boxes = {
         parameter: tuple(replace(box, name=name_in_model(box.name, vision=vision)) for box in row_boxes)
         for chunk in chunks

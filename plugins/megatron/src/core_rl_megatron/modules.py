@@ -29,7 +29,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.toolkit.attention import packed_attention
 from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl.toolkit.segments import Segments
-from core_rl.toolkit.vision import is_vision_model
+from core_rl.toolkit.vision import has_tower
 from core_rl_megatron.experts import GroupedExperts, PackedRouter, SharedExpert
 from core_rl_megatron.images import StageImages, level_adder, level_count
 from core_rl_megatron.rotary import compiled_rotated, rotary_frequencies, rotated
@@ -246,7 +246,7 @@ def build_chunk(
     chunk.padding_id = cast("nn.Embedding", model.get_input_embeddings()).padding_idx
     chunk.joins_key_heads = text.model_type in BY_KEY_HEAD
     chunk.register_buffer("inverse_frequencies", rotary_frequencies(model), persistent=False)
-    chunk.images = StageImages(model, tower=first) if is_vision_model(model) else None
+    chunk.images = StageImages(model, tower=first) if has_tower(model.config) else None
     for level in range(level_count(model.config) if first else 0):
         chunk.decoder.layers[level].register_forward_hook(level_adder(level), with_kwargs=True)
     return chunk

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.devices import device_type
 from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
-from core_rl.toolkit.attention import check_heads
+from core_rl.toolkit.attention import check_heads, head_size
 from core_rl.toolkit.vision import has_tower
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.images import level_count
@@ -79,7 +79,7 @@ def _variants(model: PretrainedConfig) -> Iterator[str]:
         yield "shared_expert_intermediate_size=0; the mapping knows shared experts of one number or more"
     rope = model.rope_parameters
     if model.model_type in GRIDS:
-        size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+        size = head_size(model)
         section = rope.get("mrope_section") or ()
         if len(section) != 3 or 2 * sum(section) != size:
             yield (
@@ -175,7 +175,7 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         ffn_hidden_size=model.intermediate_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_key_value_heads,
-        kv_channels=getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads,
+        kv_channels=head_size(model),
         attention_dropout=model.attention_dropout,
         hidden_dropout=0.0,
         normalization="RMSNorm",

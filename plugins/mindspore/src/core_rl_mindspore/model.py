@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.errors import UnsupportedCapability, raise_all
+from core_rl.toolkit.attention import head_size
 from core_rl_mindspore.crossing import to_mindspore
 
 __all__ = ["Decoder", "PackedTokens", "check_family"]
@@ -134,7 +135,7 @@ class Attention(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, config: Any, weights: Weights, name: str) -> None:
         super().__init__()
-        self.dim, self.kv_heads = head_dim(config), config.num_key_value_heads
+        self.dim, self.kv_heads = head_size(config), config.num_key_value_heads
         self.groups = config.num_attention_heads // self.kv_heads
         self.query, self.key, self.value, self.out = (
             Linear(weights, f"{name}.{part}_proj") for part in "qkvo"
@@ -259,13 +260,8 @@ def _frequencies(config: Any) -> torch.Tensor:
     if (kind := config.rope_parameters["rope_type"]) in ROPE_INIT_FUNCTIONS:
         scaled: torch.Tensor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
         return scaled
-    size = head_dim(config)
+    size = head_size(config)
     plain: torch.Tensor = 1.0 / config.rope_parameters["rope_theta"] ** (
         torch.arange(0, size, 2).float() / size
     )
     return plain
-
-
-def head_dim(config: Any) -> int:
-    """The size of a head, which Qwen2 does not name."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

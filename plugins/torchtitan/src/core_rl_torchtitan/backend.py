@@ -25,7 +25,6 @@ from core_rl.config.base import Config
 from core_rl.config.engine import StateBytes, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.cuda import require_device_memory
@@ -218,12 +217,6 @@ class TorchtitanBackend(HFBackend[TorchtitanConfig]):
         super().run(micro_batches, step, mode)
         if mode == "forward":
             reshard(self.packed)
-
-    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        outputs = self.packed(
-            micro_batch, step.outputs, step.temperature, step.trained_only, step.share_prefixes
-        )
-        return ModelOutput(**outputs)
 
     def tap(
         self, micro_batches: Sequence[SequenceBatch]

@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 from core_rl.config.engine import Head
 from core_rl.config.layout import ParallelLayout
 from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
-from core_rl.toolkit.attention import check_heads
+from core_rl.toolkit.attention import check_heads, head_size
 from core_rl_torchtitan.modules import Experts, OutputHead, PackedAttention, PackedEmbedding
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
@@ -111,7 +111,7 @@ def _norm(model: PretrainedConfig, size: int) -> RMSNorm.Config:
 def _layer(model: PretrainedConfig, number: int) -> TransformerBlock.Config:
     block = Llama3TransformerBlock if model.model_type == "llama" else Qwen3TransformerBlock
     dim = model.hidden_size
-    size = _head_size(model)
+    size = head_size(model)
     return block.Config(
         attention_norm=_norm(model, dim),
         ffn_norm=_norm(model, dim),
@@ -163,16 +163,11 @@ def _inner(model: PretrainedConfig, number: int) -> dict[str, Any]:
     return {"moe": moe}
 
 
-def _head_size(model: PretrainedConfig) -> int:
-    size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    return int(size)
-
-
 def _rope(model: PretrainedConfig) -> RoPE.Config:
     """Rotary embeddings of torchtitan's module for the family: its adapters order rows for that one."""
     rope = model.rope_parameters
     common = {
-        "dim": _head_size(model),
+        "dim": head_size(model),
         "max_seq_len": model.max_position_embeddings,
         "theta": rope["rope_theta"],
     }

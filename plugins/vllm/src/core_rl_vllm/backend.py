@@ -23,6 +23,7 @@ from core_rl.servers.adapters import AdapterForm, ServedModel, require_taken
 from core_rl.servers.backend import ServerBackend
 from core_rl.servers.config import ServerEngineConfig, ServerOptions, is_loopback
 from core_rl.servers.process import ServerProcess
+from core_rl.toolkit.attention import head_size
 from core_rl.toolkit.lora import adapter_shapes
 from core_rl_vllm.server import TRANSFER, VllmServer
 from core_rl_vllm.wire import VllmWire
@@ -165,7 +166,7 @@ class VllmBackend(ServerBackend[VllmConfig]):
 def require_cpu_heads(config: PretrainedConfig) -> None:
     """Raise `ConfigError` for a model whose heads are too small or too large for vLLM's attention on CPUs."""
     text = config.get_text_config()
-    size = _head_size(text)
+    size = head_size(text)
     if size not in CPU_HEAD_SIZES and not hasattr(
         text, "kv_lora_rank"
     ):  # latent attention has a kernel of its own
@@ -179,12 +180,8 @@ def cpu_cache_bytes(config: PretrainedConfig, context_length: int, itemsize: int
     """Bytes of a cache on a CPU: vLLM does not start with less than a sequence of ``context_length`` tokens takes."""
     text = config.get_text_config()
     heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    token: int = 2 * text.num_hidden_layers * heads * _head_size(text) * itemsize
+    token: int = 2 * text.num_hidden_layers * heads * head_size(text) * itemsize
     return max(CPU_CACHE_BYTES, (context_length // CPU_BLOCK + 2) * CPU_BLOCK * token)
-
-
-def _head_size(text: PretrainedConfig) -> int:
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def _gpu_names() -> list[str]:
