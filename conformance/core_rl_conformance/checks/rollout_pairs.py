@@ -17,12 +17,11 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import Check, check, check_of
 from core_rl_conformance.checks.pairs import PairFinding, pair_tokens, partners_part, verify_pair
 from core_rl_conformance.engine_under_test import BUDGET, EngineUnderTest, per_sequence
-from core_rl_conformance.expected_values import Snapshot
-from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.expected_values import ExpectedOutputs, Snapshot
+from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.procedures import serving
 from core_rl_conformance.procedures.moving import train
-from core_rl_oracle.tolerance import Tolerance
 
 SYNC = {Capability.SYNC_DISK}
 STILL = {"lr": 0.0, "weight_decay": 0.1}
@@ -37,16 +36,23 @@ def _verify_sides(
     label: str,
     trained: Sequence[Tensor],
     rolled: Sequence[Tensor],
-    expected: Sequence[Tensor],
-    tolerance: Tolerance,
+    expected: ExpectedOutputs,
 ) -> None:
     """Compare both engines with the oracle, then with each other; the message names the wrong engine."""
+    truth, tolerance = expected.values, expected.tolerance
     sides = {
         f"the train engine {subject.spec.name!r}": trained,
         f"the rollout engine {subject.peer.spec.name!r}": rolled,
     }
     findings = {
-        name: compare_tokens(f"{label} of {name}", got, expected, tolerance) for name, got in sides.items()
+        name: compare_tokens(
+            f"{label} of {name}",
+            got,
+            truth,
+            tolerance,
+            explain=partial(explain_tokens, got, truth, tolerance, expected.mistakes, None),
+        )
+        for name, got in sides.items()
     }
     right = [name for name, finding in findings.items() if finding.problem is None]
     for name, finding in findings.items():
@@ -89,7 +95,7 @@ def rollout_and_train_logprobs_agree(subject: EngineUnderTest) -> None:
         ]
         rolled = [torch.tensor(response.logprobs) for response in responses]
         label = f"log-probs of generated tokens at temperature {temperature:g}"
-        _verify_sides(subject, label, trained, rolled, expected.values, expected.tolerance)
+        _verify_sides(subject, label, trained, rolled, expected)
 
 
 @check(
@@ -114,7 +120,8 @@ def full_distributions_agree(subject: EngineUnderTest) -> None:
     truth = subject.expected.oracle(model).evaluate(data.for_oracle(), temperature)
     expected = [torch.log_softmax(row["logits"][1:], -1) for row in truth]
     tolerance = subject.outputs(model, data, "logprobs", temperature).tolerance
-    _verify_sides(subject, "log-probs of all tokens", trained, rolled, expected, tolerance)
+    of_all = ExpectedOutputs(values=expected, variants=[], tolerance=tolerance)
+    _verify_sides(subject, "log-probs of all tokens", trained, rolled, of_all)
 
 
 @check("I12.sync-end-to-end", partner="inference", requires=SYNC, partner_requires=SYNC)

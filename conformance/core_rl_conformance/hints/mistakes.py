@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from core_rl.toolkit.attention import head_size
 from core_rl_conformance.hints.diagnose import Finding, compare_named
 from core_rl_oracle.oracle import AdamW, OptimizerState, Schedule, ScheduleFromZero, grad_norm
 from core_rl_oracle.tolerance import Tolerance, largest_difference
@@ -269,17 +270,13 @@ OPTIONS: Mapping[str, Callable[[Any, Any], Sequence[Any]]] = {
     ),
     "attn_logit_softcapping": lambda _value, _config: [None],
     "final_logit_softcapping": lambda _value, _config: [None],
-    "query_pre_attn_scalar": lambda _value, config: [config.head_dim],
-    "attention_multiplier": lambda _value, config: [
-        config.hidden_size**-0.5 * config.num_attention_heads**0.5
-    ],
+    "query_pre_attn_scalar": lambda _value, config: [head_size(config)],
+    "attention_multiplier": lambda _value, config: [head_size(config) ** -0.5],
     "residual_multiplier": lambda _value, _config: [1.0],
     "embedding_multiplier": lambda _value, _config: [1.0],
     "logits_scaling": lambda _value, _config: [1.0],
 }
 """What engines take for an option of a config that they do not read, by its value and the config."""
-
-
 ROTARY: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "rotary positions are not scaled as in the config": lambda value: {
         "rope_type": "default",
@@ -292,16 +289,16 @@ ROTARY: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 def misread_options(config: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """Sentences about options of ``config`` that engines misread, and the values that they take."""
-    for name, others in OPTIONS.items():
+    for name, choices in OPTIONS.items():
         value = getattr(config, name, None)
-        for other in others(value, config) if value is not None else ():
-            if other != value:
-                yield f"{name} is {other}, and not {value} as in the config", {name: other}
+        for misread in choices(value, config) if value is not None else ():
+            if misread != value:
+                yield f"{name} is {misread}, and not {value} as in the config", {name: misread}
     rotary = getattr(config, "rope_parameters", None) or {}
     for sentence, change in ROTARY.items():
         kinds = {name: change(part) for name, part in rotary.items() if isinstance(part, dict)}
-        if rotary and (other := kinds or change(rotary)) != rotary:
-            yield sentence, {"rope_parameters": other}
+        if rotary and (misread := kinds or change(rotary)) != rotary:
+            yield sentence, {"rope_parameters": misread}
 
 
 Outputs = Mapping[str, Tensor]

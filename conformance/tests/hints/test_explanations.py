@@ -88,8 +88,8 @@ def test_uneven_counts_of_sequences_are_named(counts: list[float], cause: str | 
     }
     limits = dict.fromkeys(got, SMALL)
     assert explain_named(got, limits, lambda: iter(()), None, lambda: iter(labels)) == cause
-    other = {**got, "b": got["b"] + 0.1}
-    assert explain_named(other, limits, lambda: iter(()), None, lambda: iter(labels)) is None
+    moved = {**got, "b": got["b"] + 0.1}
+    assert explain_named(moved, limits, lambda: iter(()), None, lambda: iter(labels)) is None
 
 
 @pytest.mark.parametrize(
