@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -19,7 +20,13 @@ from core_rl.errors import CoreRLError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, EngineUnderTest, per_sequence
 from core_rl_conformance.expected_values import ExpectedOutputs
-from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_scalar, compare_tokens
+from core_rl_conformance.hints.diagnose import (
+    Finding,
+    compare_named,
+    compare_scalar,
+    compare_tokens,
+    explain_tokens,
+)
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.outcomes import NotRun
@@ -58,9 +65,10 @@ def pair_tokens(
 ) -> PairFinding:
     """A token output ``[L]`` of each sequence; ``places`` of the tokens, for the hints."""
     truth, allowed = expected.values, expected.tolerance
+    explain = partial(explain_tokens, ours, truth, allowed, expected.mistakes, None)
     return PairFinding(
         between=compare_tokens(_between(label), ours, partner, allowed + allowed),
-        own=compare_tokens(label, ours, truth, allowed, places),
+        own=compare_tokens(label, ours, truth, allowed, places, explain=explain),
         partner=compare_tokens(label, partner, truth, allowed),
     )
 
@@ -116,7 +124,7 @@ def verify_pair(subject: EngineUnderTest, quantities: Sequence[PairFinding]) -> 
     # Either engine is off by the triangle inequality, unless their names or shapes differ.
     finding = differences[0].between if off is None else off.own
     problem = "\n".join([*_verdict(subject, differences[0].between, off, blamed), str(finding.problem)])
-    subject.verify(Finding(what=finding.what, error=finding.error, limit=finding.limit, problem=problem))
+    subject.verify(replace(finding, problem=problem))
 
 
 def _verdict(

@@ -43,9 +43,10 @@ class Finding:
     @property
     def message(self) -> str:
         """The problem, which is called unknown where nothing explains it."""
+        known = self.names_cause or LOOKS_LIKE in (self.problem or "")
         near = 0 < self.error < NEAR * self.limit
         size = [f"this is {self.error / self.limit:.1f} times the limit"] if near else []
-        return "\n".join([self.problem or "", *(() if self.names_cause else (*size, UNKNOWN))])
+        return "\n".join([self.problem or "", *(() if known else (*size, UNKNOWN))])
 
 
 # ------------------------------------------------------------------- tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -401,6 +402,12 @@ def test_explanation_replaces_hints_for_wrong_values() -> None:
 
 def _never() -> str | None:
     raise AssertionError
+
+
+def test_named_causes_are_not_called_unknown() -> None:
+    finding = compare_tokens("logprobs", [torch.zeros(3)], [torch.tensor([0.0, -1.0, -2.0])], SMALL)
+    message = replace(finding, problem=f"a pair differs\n{finding.problem}", names_cause=False).message
+    assert "they are all zero" in message and "no known cause" not in message
 
 
 def test_values_without_cause_are_called_unknown() -> None:
