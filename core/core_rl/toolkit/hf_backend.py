@@ -176,8 +176,8 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
     """
 
     model: PreTrainedModel
-    packed: nn.Module
-    """A `PackedModel`, or another module that takes its arguments; the subclass's."""
+    packed: Any
+    """A `PackedModel`, or a wrapped or another module that takes its arguments; the subclass's."""
     optimizer: torch.optim.Optimizer | None
     muon: Muon | None = None
     """The update of the parameters that have Muon's momentum, if there are some."""
