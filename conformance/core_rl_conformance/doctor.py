@@ -317,7 +317,9 @@ def _judgement(label: str, cases: Sequence[CaseRecord], findings: Iterable[Findi
     count = f"in {len(wrong)} of {executed} checks, first {first.check}"
     if not first.size:
         return f"fails {count}; {first.place}"
-    return "; ".join(filter(None, (f"off the oracle {count}", first.size, first.hint)))
+    # A later check is mostly a consequence, and may show the cause better.
+    hint = next((finding.hint for finding in wrong if finding.hint), "")
+    return "; ".join(filter(None, (f"off the oracle {count}", first.size, hint)))
 
 
 def _lines(cases: Sequence[CaseRecord]) -> Iterator[str]:
