@@ -249,6 +249,8 @@ Shares = Callable[[], Iterator[tuple[str, Mapping[str, Tensor]]]]
 """Labels of parts of a batch, and the part of the gradients that each adds."""
 SAMPLED, MOST_ROWS = 1000, 4
 """Compared entries of a tensor, and rows that a sentence names."""
+EQUATIONS = 8
+"""Entries for each sequence, so that a fit is no accident."""
 Again = Callable[[], tuple[float, Mapping[str, Tensor]]]
 """The same pass once more: its loss, and its gradients by name."""
 EXPLAINED = 4.0
@@ -309,9 +311,10 @@ def _explain_shares(
 ) -> str | None:
     """How often sequences count, where the wrong gradients ``got`` are a sum of their ``shares``."""
     columns = {label: _sample(share, got) for label, share in shares() if got.keys() <= share.keys()}
-    if not columns:
+    values = _sample(got, got)
+    if not columns or len(values) < EQUATIONS * len(columns):
         return None
-    matrix, values = torch.stack(list(columns.values()), 1), _sample(got, got)
+    matrix = torch.stack(list(columns.values()), 1)
     counts = torch.linalg.lstsq(matrix, values, driver="gelsd").solution
     limits = {name: torch.full_like(value, tolerances[name].limit) for name, value in got.items()}
     if not bool(((matrix @ counts - values).abs() <= EXPLAINED * _sample(limits, got)).all()):

@@ -19,8 +19,8 @@ from core_rl_oracle.tolerance import Tolerance
 
 LAYER = re.compile(r"\.(\d+)\.")
 MODULE, EXPERT = re.compile(r"([^.]+)\.[^.]+$"), re.compile(r"\.experts\.(\d+)\.")
-NEAR, UNEXPLAINED = 4.0, 0.1
-"""Of the tolerance, and of the error, that an explanation of a norm may leave."""
+NEAR, UNEXPLAINED, OF_NORM = 4.0, 0.1, 1e-5
+"""Of the tolerance, the error and the norm, that an explanation may leave: hundreds of parts are tried."""
 KINDS = {
     "biases are": re.compile(r"\.bias$"),
     "norms are": re.compile(r"norm|\.ln_"),
@@ -212,7 +212,8 @@ def explain_norm(got: float, grads: Mapping[str, Tensor], tolerance: Tolerance) 
     """The part of ``grads`` that a wrong norm of them leaves out, or counts several times."""
     squares = {name: float(grad.double().square().sum()) for name, grad in grads.items()}
     total = math.fsum(squares.values())
-    near = min(NEAR * tolerance.limit, UNEXPLAINED * abs(got - math.sqrt(total)))
+    error = abs(got - math.sqrt(total))
+    near = min(NEAR * tolerance.limit, UNEXPLAINED * error, OF_NORM * math.sqrt(total))
     for label, names in _groups(list(squares)):
         share = math.fsum(squares[name] for name in names)
         for count in (0, *RANKS):

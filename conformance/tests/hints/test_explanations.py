@@ -90,6 +90,8 @@ def test_uneven_counts_of_sequences_are_named(counts: list[float], cause: str | 
     assert explain_named(got, limits, lambda: iter(()), None, lambda: iter(labels)) == cause
     moved = {**got, "b": got["b"] + 0.1}
     assert explain_named(moved, limits, lambda: iter(()), None, lambda: iter(labels)) is None
+    few = {"b": torch.randn(7, generator=draw)}
+    assert explain_named(few, limits, lambda: iter(()), None, lambda: iter(labels)) is None
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,8 @@ def test_parts_miscounted_by_norms_are_named(pattern: str, count: float, cause: 
     counts = {name: count if re.search(pattern, name) else 1 for name in grads}
     got = sum(counts[name] * float(grad.square().sum()) for name, grad in grads.items()) ** 0.5
     assert explain_norm(got, grads, SMALL) == cause
+    wide = Tolerance(baseline=1.0, floor=0.0)
+    assert explain_norm(got + 1e-3, grads, wide) is None
 
 
 @pytest.mark.parametrize(
