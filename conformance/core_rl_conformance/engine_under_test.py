@@ -41,7 +41,7 @@ from core_rl_conformance.expected_values import (
 from core_rl_conformance.findings import reproduced, reproduced_tokens, scalar_finding, weights_finding
 from core_rl_conformance.hints import diagnose
 from core_rl_conformance.hints.diagnose import Again, Explain, explain_loss, explain_named, explain_tokens
-from core_rl_conformance.hints.tensor_shapes import explain_norm
+from core_rl_conformance.hints.mistakes import explain_norm
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import (
     GIVEN_LENGTHS,

@@ -15,7 +15,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.hints.tensor_shapes import explain_norm
+from core_rl_conformance.hints.mistakes import explain_norm
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, OutputsLoss, SequenceMeanLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from core_rl.toolkit.attention import head_size
-from core_rl_conformance.hints.diagnose import Finding, compare_named
+from core_rl_conformance.hints.diagnose import EXPLAINED, UNEXPLAINED, Finding, compare_named
+from core_rl_conformance.hints.tensor_shapes import KINDS, LAYER, RANKS
 from core_rl_oracle.oracle import AdamW, OptimizerState, Schedule, ScheduleFromZero, grad_norm
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
@@ -26,7 +28,7 @@ LEEWAY = 16.0
 """Leeway of a hint alone: other mistakes are off by thousands of tolerances."""
 NEARER = 0.25
 """Part of the distance to the right values."""
-KINDS = {"params": "weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
+LABELS = {"params": "weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 
 class Optimizer(Protocol):
@@ -68,7 +70,7 @@ def compare_steps(
     right = steps.state()
     findings = {
         kind: compare_named(
-            f"{KINDS[kind]} {label}",
+            f"{LABELS[kind]} {label}",
             actual,
             getattr(right, kind),
             allowed[kind],
@@ -79,7 +81,7 @@ def compare_steps(
     wrong = {kind: finding for kind, finding in findings.items() if finding.problem is not None}
     if not wrong:
         return list(findings.values())
-    verdict = ", ".join(f"{KINDS[kind]} {'wrong' if kind in wrong else 'right'}" for kind in got)
+    verdict = ", ".join(f"{LABELS[kind]} {'wrong' if kind in wrong else 'right'}" for kind in got)
 
     def fits(mistaken: OptimizerState) -> bool:
         return all(
@@ -299,6 +301,42 @@ def misread_options(config: PretrainedConfig) -> Iterator[tuple[str, dict[str, A
         kinds = {name: change(part) for name, part in rotary.items() if isinstance(part, dict)}
         if rotary and (misread := kinds or change(rotary)) != rotary:
             yield sentence, {"rope_parameters": misread}
+
+
+MODULE, EXPERT = re.compile(r"([^.]+)\.[^.]+$"), re.compile(r"\.experts\.(\d+)\.")
+OF_NORM = 1e-5
+"""Of the norm, that an explanation may leave: hundreds of parts are tried."""
+
+
+def explain_norm(got: float, grads: Mapping[str, Tensor], tolerance: Tolerance) -> str | None:
+    """The part of ``grads`` that a wrong norm of them leaves out, or counts several times."""
+    squares = {name: float(grad.double().square().sum()) for name, grad in grads.items()}
+    total = math.fsum(squares.values())
+    error = abs(got - math.sqrt(total))
+    near = min(EXPLAINED * tolerance.limit, UNEXPLAINED * error, OF_NORM * math.sqrt(total))
+    for label, names in _groups(list(squares)):
+        share = math.fsum(squares[name] for name in names)
+        for count in (0, *RANKS):
+            if share and abs(math.sqrt(max(0.0, total + (count - 1) * share)) - got) <= near:
+                return f"the norm counts {label} {count} times"
+    return None
+
+
+def _groups(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    for label, pattern in KINDS.items():
+        yield label.rpartition(" ")[0], [name for name in names if pattern.search(name)]
+    for pattern, noun in ((LAYER, "layer"), (MODULE, "modules called"), (EXPERT, "experts")):
+        parts: dict[str, list[str]] = {}
+        for name in names:
+            if match := pattern.search(name):
+                parts.setdefault(match[1], []).append(name)
+        yield from ((f"{noun} {part}", members) for part, members in parts.items())
+        for count in RANKS:
+            size = -(-len(parts) // count)
+            for first in range(0, len(parts), size or 1):
+                some = list(parts)[first : first + size]
+                yield f"{noun} {', '.join(some)}", [name for part in some for name in parts[part]]
+    yield from ((name, [name]) for name in names)
 
 
 Outputs = Mapping[str, Tensor]

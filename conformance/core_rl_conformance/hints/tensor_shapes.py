@@ -6,7 +6,6 @@ leaves out something that is right.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,6 @@ from core_rl_conformance.hints.tokens import constant_factor, show_factor
 from core_rl_oracle.tolerance import Tolerance
 
 LAYER = re.compile(r"\.(\d+)\.")
-MODULE, EXPERT = re.compile(r"([^.]+)\.[^.]+$"), re.compile(r"\.experts\.(\d+)\.")
-NEAR, UNEXPLAINED, OF_NORM = 4.0, 0.1, 1e-5
-"""Of the tolerance, the error and the norm, that an explanation may leave: hundreds of parts are tried."""
 KINDS = {
     "biases are": re.compile(r"\.bias$"),
     "norms are": re.compile(r"norm|\.ln_"),
@@ -206,37 +202,6 @@ def _by_tie(comparison: Named) -> Iterator[tuple[str, set[str]]]:
     if not any(KINDS["the head is"].search(name) for name in comparison.expected):
         tied = {name for name in comparison.expected if EMBEDDING.search(name)}
         yield "only the embedding is wrong, which is tied to the head", tied
-
-
-def explain_norm(got: float, grads: Mapping[str, Tensor], tolerance: Tolerance) -> str | None:
-    """The part of ``grads`` that a wrong norm of them leaves out, or counts several times."""
-    squares = {name: float(grad.double().square().sum()) for name, grad in grads.items()}
-    total = math.fsum(squares.values())
-    error = abs(got - math.sqrt(total))
-    near = min(NEAR * tolerance.limit, UNEXPLAINED * error, OF_NORM * math.sqrt(total))
-    for label, names in _groups(list(squares)):
-        share = math.fsum(squares[name] for name in names)
-        for count in (0, *RANKS):
-            if share and abs(math.sqrt(max(0.0, total + (count - 1) * share)) - got) <= near:
-                return f"the norm counts {label} {count} times"
-    return None
-
-
-def _groups(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    for label, pattern in KINDS.items():
-        yield label.rpartition(" ")[0], [name for name in names if pattern.search(name)]
-    for pattern, noun in ((LAYER, "layer"), (MODULE, "modules called"), (EXPERT, "experts")):
-        parts: dict[str, list[str]] = {}
-        for name in names:
-            if match := pattern.search(name):
-                parts.setdefault(match[1], []).append(name)
-        yield from ((f"{noun} {part}", members) for part, members in parts.items())
-        for count in RANKS:
-            size = -(-len(parts) // count)
-            for first in range(0, len(parts), size or 1):
-                some = list(parts)[first : first + size]
-                yield f"{noun} {', '.join(some)}", [name for part in some for name in parts[part]]
-    yield from ((name, [name]) for name in names)
 
 
 SETS: tuple[Callable[[Named], Iterator[tuple[str, set[str]]]], ...] = (

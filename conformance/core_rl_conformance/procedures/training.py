@@ -23,8 +23,7 @@ from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.mistakes import Steps, compare_steps
-from core_rl_conformance.hints.tensor_shapes import explain_norm
+from core_rl_conformance.hints.mistakes import Steps, compare_steps, explain_norm
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss
 from core_rl_conformance.procedures.outputs import PROBE

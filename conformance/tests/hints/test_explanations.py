@@ -11,7 +11,7 @@ from torch import Tensor
 
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.hints.diagnose import explain_loss, explain_named, explain_tokens
-from core_rl_conformance.hints.tensor_shapes import explain_norm
+from core_rl_conformance.hints.mistakes import explain_norm
 from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.losses import SequenceMeanLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
