@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, islice, product
@@ -65,6 +65,8 @@ MASKS = {
     ("stop", "a text across tokens"),
 }
 """Values with which others have no effect, or a small one: pairs of the others occur without these."""
+TOO_FEW = 0.6
+"""Part of top-p that lacks the token that reaches it."""
 CUTS = ("top_k", "top_p", "min_p")
 LOST = "{} has no effect"
 CHANGES = ("presence_penalty", "repetition_penalty", "logit_bias")
@@ -91,39 +93,66 @@ def sampling_options_hold_together(subject: EngineUnderTest) -> None:
     options of requests that share a batch; ids of biases, which JSON turns into texts.
     """
     _verify_array(subject, PAIRS)
-    if subject.spec.supports(Capability.MIN_P):
-        prompts = Prompts.of(subject)
-        for top_k in (None, 5):
-            _verify_cuts(subject, prompts, top_k)
+    prompts = Prompts.of(subject)
+    for mistake in _MISTAKEN_CUTS:
+        if not mistake.min_p or subject.spec.supports(Capability.MIN_P):
+            _verify_cut(subject, prompts, mistake)
 
 
-def _verify_cuts(subject: EngineUnderTest, prompts: Prompts, top_k: int | None) -> None:
-    """Draw where the order of top-p and min-p matters most, or with a top-k, where it matters most to have min-p."""
+@dataclass(frozen=True, kw_only=True)
+class _MistakenCut:
+    """A cut of log-probs, and the values of its options between which it differs most from the right one."""
+
+    sentence: str
+    left: Callable[[Tensor, SamplingParams], Tensor]
+    top_k: int | None = None
+    min_p: bool = True
+
+
+def _min_p_first(rows: Tensor, one: SamplingParams) -> Tensor:
+    first = left_by_cut(rows, replace(one, top_p=1.0), 0.0).log_softmax(-1)
+    return left_by_cut(first, replace(one, min_p=0.0), 0.0)
+
+
+_MISTAKEN_CUTS = (
+    _MistakenCut(sentence="min_p cuts before top_p", left=_min_p_first),
+    _MistakenCut(
+        sentence=LOST.format("min_p"),
+        left=lambda rows, one: left_by_cut(rows, replace(one, min_p=0.0), 0.0),
+        top_k=5,
+    ),
+    _MistakenCut(
+        sentence="top_p keeps too few tokens",
+        left=lambda rows, one: left_by_cut(rows, replace(one, top_p=TOO_FEW * one.top_p), 0.0),
+        min_p=False,
+    ),
+)
+
+
+def _verify_cut(subject: EngineUnderTest, prompts: Prompts, mistake: _MistakenCut) -> None:
+    """Draw where ``mistake`` matters most."""
     model = subject.model()
     margin = 2 * expected_of(subject, model, list(map(as_response, prompts.ids))).tolerance.limit
     if subject.spec.supports(Capability.TOP_LOGPROBS):
         # The rows are the engine's own in a smaller dtype.
         margin = min(margin, OWN_MARGIN)
     candidates = []
-    grid = product((0.6, 1.0, 1.7, 2.0), (0.5, 0.6, 0.7, 0.8, 0.9), (0.1, 0.2, 0.3, 0.4))
+    min_ps = (0.1, 0.2, 0.3, 0.4) if mistake.min_p else (0.0,)
+    grid = product((0.6, 1.0, 1.7, 2.0), (0.5, 0.6, 0.7, 0.8, 0.9), min_ps)
     for temperature, top_p, min_p in grid:
-        one = replace(ONE, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        one = replace(ONE, temperature=temperature, top_k=mistake.top_k, top_p=top_p, min_p=min_p)
         rows = (prompts.rows / temperature).log_softmax(-1)
-        right = left_by_cut(rows, one, 0.0).log_softmax(-1)
-        others = replace(one, min_p=0.0)
-        first = left_by_cut(rows, replace(one, top_p=1.0) if top_k is None else others, 0.0)
-        wrong = left_by_cut(first.log_softmax(-1), others, 0.0).log_softmax(-1)
+        right, wrong = left_by_cut(rows, one, 0.0).log_softmax(-1), mistake.left(rows, one).log_softmax(-1)
         lost = (right.exp() - wrong.exp()).clamp(min=0).sum(-1) * clear_of_cut(rows, one, margin)
         at = int(lost.argmax())
         candidates.append((float(lost[at]), prompts.ids[at], one, right[at], wrong[at]))
-    most, prompt, sampling, left, mistake = max(candidates, key=itemgetter(0))
-    cuts = f"top_k = {top_k}, " * (top_k is not None) + f"top_p = {sampling.top_p}, min_p = {sampling.min_p}"
-    label = f"with temperature = {sampling.temperature}, {cuts}"
+    most, prompt, sampling, left, wrongly = max(candidates, key=itemgetter(0))
+    options = ("temperature", "top_k", "top_p", "min_p")
+    label = f"with {', '.join(f'{name} = {getattr(sampling, name)}' for name in options if getattr(sampling, name))}"
     requests = [LLMRequest(input_ids=prompt, sampling=sampling) for _ in range(DRAWS if most else 0)]
     drawn = [answer for answer in _ask(subject.serve(model), requests) if answer is not None]
     if drawn:
-        sentence = "min_p cuts before top_p" if top_k is None else LOST.format("min_p")
-        verify_first_tokens(subject, label, drawn, left, {sentence: mistake})
+        verify_first_tokens(subject, label, drawn, left, {mistake.sentence: wrongly})
 
 
 @check("I8.sampling-threes", kind="inference", each="engine", quick=False)
