@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,8 @@ MOST_LETTERS = 100
 """Letters of a symptom."""
 MOST_SHOWN = 10
 """Lines of a list."""
+FEWEST_CASES = 3
+"""Failures of a model that are more than an accident."""
 
 
 def level(check: Check) -> int:
@@ -102,6 +105,18 @@ def lines_of(mending: Sequence[Mending]) -> list[str]:
         lines.append(f"{number}. {one.check}: {one.symptom}" + (f"; then again: {names}" if names else ""))
     rest = len(mending) - MOST_SHOWN
     return [*lines, *([f"and {rest} more"] if rest > 0 else [])]
+
+
+def failing_models(results: Sequence[CaseRecord]) -> list[str]:
+    """Lines about the models on which no case of an engine passed, where cases of another model did."""
+    ran = [case for case in results if case.outcome.executed]
+    passed = Counter(case.model for case in ran if case.outcome is not Outcome.FAILED)
+    failed = Counter(case.model for case in ran if case.outcome is Outcome.FAILED)
+    return [
+        f"all {number} cases of {model} failed: leave it out of the profile's `families` unless the engine serves it"
+        for model, number in failed.items()
+        if passed and number >= FEWEST_CASES and not passed[model]
+    ]
 
 
 def _rank(check: Check) -> tuple[int, int]:

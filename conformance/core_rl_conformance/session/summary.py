@@ -23,7 +23,7 @@ from core_rl_conformance.report.code import engine_code, suite_code
 from core_rl_conformance.report.files import ReportError, check_destination, write_report
 from core_rl_conformance.report.model import CheckRecord, EngineRecord, Report
 from core_rl_conformance.session.items import Plan, asked_checks
-from core_rl_conformance.session.order import Mending, lines_of, mendings
+from core_rl_conformance.session.order import Mending, failing_models, lines_of, mendings
 
 SYMBOLS = {
     Outcome.PASSED: "ok",
@@ -114,6 +114,9 @@ class Summary:
             self._write_engine(terminal, target)
         self._write_slowest(terminal)
         for target in self.plan.targets:
+            of_target = [result for result in self.results if result.engine == target.spec.name]
+            for line in failing_models(of_target):
+                terminal.write_line(f"{target.noun} {target.spec.name}: {line}")
             if lines := lines_of(self._mendings(target)):
                 terminal.write_line(f"{target.noun} {target.spec.name}: fix in this order:")
                 terminal.write_line("\n".join(f"  {line}" for line in lines))

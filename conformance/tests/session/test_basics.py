@@ -9,7 +9,7 @@ from report_support import case
 
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.outcomes import CaseRecord, Outcome
-from core_rl_conformance.session.order import BASICS, level, lines_of, mendings
+from core_rl_conformance.session.order import BASICS, failing_models, level, lines_of, mendings
 
 FAILED = Outcome.FAILED
 CAUSE = "I: x\n  differs\n  it looks like: the temperature 0.8 is left out"
@@ -71,6 +71,21 @@ def test_first_failure_is_named(results: Sequence[CaseRecord], expected: dict[st
 def test_lines_have_symptoms_and_followers() -> None:
     mending = mendings([_failed("I7.logprobs", CAUSE), _failed("I1.gradients")], load_checks())
     assert lines_of(mending) == ["1. I7.logprobs: the temperature 0.8 is left out; then again: I1.gradients"]
+
+
+@pytest.mark.parametrize(
+    ("failures", "elsewhere", "line"),
+    [
+        (3, [case("I7.logprobs")], "all 3 cases of gemma2 failed: leave it out of the profile's `families`"),
+        (3, [], ""),  # the engine may serve no model right
+        (3, [case("I7.logprobs"), case("I7.logprobs", model="gemma2")], ""),
+        (2, [case("I7.logprobs")], ""),
+    ],
+)
+def test_a_model_without_a_pass_is_named(failures: int, elsewhere: list[CaseRecord], line: str) -> None:
+    lines = failing_models([*elsewhere, *[_failed("I1.gradients", model="gemma2")] * failures])
+    assert len(lines) == bool(line)
+    assert "".join(lines).startswith(line)
 
 
 def test_basic_checks_run_before_checkpoints() -> None:

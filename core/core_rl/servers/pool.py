@@ -144,11 +144,15 @@ class ServerPool:
         """Restart a process that has ended, or hangs."""
         if server.start is None or server.process is None or not (hangs or await server.has_ended()):
             return
+        try:
+            server.require_alive()
+        except RolloutError as ended:
+            if not self.options.restart:
+                raise
+            logger.warning("%s\nit is started again", ended)
         if self.options.restart:
             await asyncio.to_thread(server.process.stop)
             server.process = await asyncio.to_thread(server.start)
-        else:
-            server.require_alive()
 
 
 class PrefixRouter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import tempfile
@@ -38,6 +39,9 @@ SERVER_SIDE = Path(__file__).with_name("server_side.py")
 """First part of a server's script, which finds it in the environment variable CORE_RL_SERVER_SIDE."""
 LIMIT_S = 60.0
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception): \S")
+SIGNALS = {number: f"signal {number}" for number in range(signal.NSIG)} | {
+    s.value: s.name for s in signal.Signals
+}
 HAS_MODULE = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 
 
@@ -156,11 +160,8 @@ class ServerProcess:
         if code is not None:
             tail = self.log_tail()
             if f"ModuleNotFoundError: No module named '{self._config.module}'" in tail:
-                raise ConfigError(
-                    f"options.python: {self._config.server_python!r} has no {self._config.product}; name the Python "
-                    f"of an environment that has it there, or in the variable {self._config.python_variable}"
-                )
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                raise ConfigError(_missing(self._config))
+            how = f"was killed by {SIGNALS[-code]}" if code < 0 else f"ended with exit code {code}"
             raise RolloutError(f"{name} {how}; {tail}")
 
     def log_tail(self, lines: int = 25) -> str:
@@ -363,8 +364,13 @@ def _python_problem(config: ServerEngineConfig) -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"options.python: {python!r} cannot be run: {error}; {_remedy(config)}"
     if done.returncode:
-        return f"options.python: {python!r} has no {config.product}; {_remedy(config)}"
+        return _missing(config)
     return None
+
+
+def _missing(config: ServerEngineConfig) -> str:
+    without = " (servers get no PYTHONPATH)" if "PYTHONPATH" in os.environ else ""
+    return f"options.python: {config.server_python!r} has no module {config.module!r}{without}; {_remedy(config)}"
 
 
 def _remedy(config: ServerEngineConfig) -> str:

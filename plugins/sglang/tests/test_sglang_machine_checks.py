@@ -33,7 +33,7 @@ def test_missing_servers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert missing.startswith(f"options.python: '{tmp_path}/none' cannot be run: ")
     (without,) = machine_problems(config())
     assert (
-        without.startswith(f"options.python: {sys.executable!r} has no SGLang; ")
+        without.startswith(f"options.python: {sys.executable!r} has no module 'sglang'")
         and PYTHON_VARIABLE in without
     )
     monkeypatch.setenv(PYTHON_VARIABLE, good)

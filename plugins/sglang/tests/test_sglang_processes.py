@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from server_stub import wait_for
-from sglang_support import API_KEY, build, tiny_model
+from server_stub import complete, request, wait_for
+from sglang_support import API_KEY, backend_of, build, connected, stubs, tiny_model
 
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.servers import server_side
@@ -78,7 +78,9 @@ def test_a_server_on_the_loopback_needs_none(tmp_path: Path, host: str) -> None:
 def test_a_python_without_sglang_is_named(tmp_path: Path) -> None:
     """This environment's: SGLang has another."""
     engine = build(tiny_model(tmp_path), python=sys.executable)
-    with pytest.raises(ConfigError, match=r"has no SGLang; name the Python .* CORE_RL_SGLANG_PYTHON"):
+    with pytest.raises(
+        ConfigError, match=r"has no module 'sglang'.*; name the Python .* CORE_RL_SGLANG_PYTHON"
+    ):
         engine.initialize()
     engine.destroy()
 
@@ -109,6 +111,22 @@ def test_last_error_before_the_tail_is_shown(tmp_path: Path) -> None:
     ):
         engine.launch_server()
     engine.destroy()
+
+
+def test_a_crash_is_logged_with_its_signal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its connections say only that it has disconnected."""
+    config = build(tiny_model(tmp_path), python=script(tmp_path, "echo a bad kernel; kill -SEGV $$")).config
+    assert isinstance(config, SglangConfig)
+    crashed = start(config.of_server(0), served_model(config.model), 1, None)
+    wait_for(lambda: not crashed.alive)
+    again = SimpleNamespace(alive=True, require_alive=lambda name: None, stop=lambda: None)
+    with stubs(tmp_path) as (stub,), connected([stub]) as engine:
+        server = backend_of(engine).servers[0]
+        server.process, server.start = crashed, lambda: again
+        stub.stop()
+        stub.start()
+        complete(engine, request())
+    assert "was killed by SIGSEGV; the end of its log:\na bad kernel" in caplog.text
 
 
 def test_server_port_is_reserved_until_listening(tmp_path: Path) -> None:

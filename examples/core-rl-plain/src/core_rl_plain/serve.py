@@ -143,8 +143,11 @@ def application(server: ModelServer, key: str) -> web.Application:
             raise web.HTTPUnauthorized
         if request.path not in calls:
             raise web.HTTPNotFound
-        result = calls[request.path](await request.json() if request.can_read_body else {})
-        return web.json_response(await result if asyncio.iscoroutine(result) else result)
+        try:
+            result = calls[request.path](await request.json() if request.can_read_body else {})
+            return web.json_response(await result if asyncio.iscoroutine(result) else result)
+        except Exception as error:  # noqa: BLE001  (the request's boundary: the client shows it)
+            return web.Response(status=500, text=f"{type(error).__name__}: {error}")
 
     app = web.Application(client_max_size=2**30)
     app.router.add_route("*", "/{path:.*}", answer)
