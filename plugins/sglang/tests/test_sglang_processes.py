@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_a_crash_is_logged_with_its_signal(tmp_path: Path, caplog: pytest.LogCap
     assert isinstance(config, SglangConfig)
     crashed = start(config.of_server(0), served_model(config.model), 1, None)
     wait_for(lambda: not crashed.alive)
-    again = SimpleNamespace(alive=True, require_alive=lambda name: None, stop=lambda: None)
+    again: Any = SimpleNamespace(alive=True, require_alive=lambda name: None, stop=lambda: None)
     with stubs(tmp_path) as (stub,), connected([stub]) as engine:
         server = backend_of(engine).servers[0]
         server.process, server.start = crashed, lambda: again
