@@ -20,7 +20,7 @@ from core_rl.data.micro_batch import shard_plan
 from core_rl.engine.loading import load_engine
 from core_rl_conformance.disk_cache import DiskCache
 from core_rl_conformance.hints.diagnose import Mistakes, Shares
-from core_rl_conformance.hints.mistakes import OUTPUTS, misread_options
+from core_rl_conformance.hints.mistakes import OUTPUTS, misread_options, misrouted
 from core_rl_conformance.inputs.data import Ragged, Repeated
 from core_rl_conformance.inputs.losses import CheckLoss, RepeatedLoss, TokenMeanLoss, wrong_temperatures
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
@@ -365,6 +365,8 @@ def _output_mistakes(
         states = [torch.cat([row["values"][1:], row["scores"][None]]) for row in truth]
         yield "the score of the first token", [row[0] for row in states]
         yield "the score of the token before the last", [row[-2:][0] for row in states]
+    for sentence, routed in misrouted(sequences):
+        yield sentence, [outputs[name] for outputs in oracle().evaluate(routed, temperature)]
     for sentence, runs in _mistaken(truth, sequences):
         if name in ("logprobs", "entropy"):
             yield sentence, [outputs[name] for outputs in runs]
@@ -415,6 +417,8 @@ def _expected_gradients(
 
     def mistakes() -> Iterator[tuple[str, Gradients]]:
         yield from _gradient_mistakes(oracle, data.for_oracle(), loss)
+        for sentence, routed in misrouted(data.for_oracle()):
+            yield sentence, oracle().gradients(routed, loss.of_sequence, loss.temperature)
         yield from _unreduced_gradients(oracle, data, loss, truth, ranks)
         yield from _uses_of_a_tied_embedding(oracle(), data.for_oracle(), loss, truth)
         for sentence, wrong in mistaken_oracles():

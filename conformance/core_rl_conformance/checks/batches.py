@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
+from core_rl.backend.tensors import TensorDict
 from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
 from core_rl.data.batch import SequenceBatch
@@ -135,23 +136,34 @@ def _data(subject: EngineUnderTest, model: TinyModel, options: Combination) -> R
 
 @check("contract.callers-batch", images=True)
 def calls_leave_the_batch(subject: EngineUnderTest) -> None:
-    """No public call changes the caller's batch, and a batch that was used before is computed as a fresh one.
+    """No public call changes the caller's batch or weights, and a batch that was used is computed as a fresh one.
 
-    Ids, fields and pixels stay bit for bit. The same object goes to all calls, inside the ranks.
+    Ids, fields and pixels stay bit for bit, and weights that were loaded, after a step too. The same object goes
+    to all calls, inside the ranks.
 
     Why: groups send each call a copy, while a trainer in the ranks passes one batch to the reference, to the policy
     and to several epochs; pixels that are scaled in place are scaled twice.
-    Look at: operations in place on fields and pixels, and results that are kept with the batch.
+    Look at: operations in place on fields and pixels, results that are kept with the batch, and parameters that share
+    the memory of tensors that were loaded.
     """
     group, path = subject.start(), str(subject.directory("saved"))
     batch = subject.data(PROBE * subject.layout.dp).batch()
-    for rank, problems in enumerate(group.run(changed_batch, path, batch, TokenMeanLoss().spec())):
+    for rank, problems in enumerate(group.run(changed_tensors, path, batch, TokenMeanLoss().spec())):
         subject.require(not problems, f"on rank {rank}: {'; '.join(problems[:6])}")
 
 
-def changed_batch(engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec) -> list[str]:
-    """Tensors of the caller's batch that public calls changed, and outputs that differ from a fresh batch's."""
-    problems, part = [], engine.shard_data(batch)
+def changed_tensors(engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec) -> list[str]:
+    """Tensors of the caller that public calls changed, and outputs that differ from those of a fresh batch."""
+    part = engine.shard_data(batch)
+    weights = {name: tensor.clone() for name, tensor in engine.named_tensors("master") if tensor is not None}
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    engine.load_named_tensors("master", TensorDict(weights))
+    engine.train_batch(part, loss, ONE_PASS)
+    problems = [
+        f"a step after load_named_tensors() changed the caller's {name}"
+        for name, tensor in weights.items()
+        if not torch.equal(tensor, before[name])
+    ]
     fresh = dict(_tensors_of(deepcopy(part)))
     for name, call in public_calls(engine, path, part, loss):
         if name in ("optimizer_zero_grad()", "set_version()"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
+from core_rl.config.engine import Head
 from core_rl.data.micro_batch import shard_plan
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
@@ -19,7 +20,7 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedGradients, Snapshot
 from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.data import Ragged, ragged
-from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import DropoutPlace, TinyModel, dropout_fields
 from core_rl_conformance.procedures.adapters import adapter_of, start, written
@@ -108,7 +109,7 @@ def each_place_drops_at_its_rate(subject: EngineUnderTest) -> None:
 
     GPT-2 has three: the embedding, the residual stream and attention. It is the model here where the profile has it.
     Gradients over a single token are 0 where a number was dropped, in passes with short sequences, and with long ones.
-    Each data-parallel rank draws on its own.
+    Each data-parallel rank draws on its own. The inputs of a scalar head are not dropped.
 
     Why: a module of its own reads the rate of attention and leaves the other two out; all else looks right.
     Look at: every field of the config with a rate, and the module that reads it.
@@ -120,6 +121,25 @@ def each_place_drops_at_its_rate(subject: EngineUnderTest) -> None:
         group = subject.start(model, optimizer={"lr": 0.0})
         kept = [_kept_numbers(subject, group, model, place, rank) for rank in range(subject.layout.dp)]
         verify_rate_and_ranks(subject, f"with {field} = {RATE:g}, a number at the {place}", kept)
+    heads: Sequence[tuple[Capability, Head, CheckLoss]] = (
+        (Capability.VALUE_HEAD, "value", ValueLoss()),
+        (Capability.REWARD_HEAD, "reward", RewardLoss()),
+    )
+    for capability, head, loss in heads:
+        if subject.spec.supports(capability):
+            _verify_head(subject, replace(model, head=head), loss)
+
+
+def _verify_head(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss) -> None:
+    """Require that no input of a scalar head is dropped: a number dropped at both tokens leaves a gradient of 0."""
+    group = subject.start(model, optimizer={"lr": 0.0})
+    data = ragged(model.vocab_size, subject.case.seed, (2,))
+    for _ in range(PASSES):
+        group.forward_backward(data.batch(), loss.spec(), ONE_PASS)
+        dropped = int(group.named_tensors("grads")["score.weight"].eq(0).sum())
+        group.optimizer_zero_grad()
+        problem = f"in training, {dropped} inputs of the {model.head} head are dropped; the config has no rate for it"
+        subject.require(not dropped, problem)
 
 
 def _kept_numbers(
@@ -158,7 +178,7 @@ def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
     """In training, each input of an adapter is dropped at the adapter's rate; the others are divided by ``1 - rate``.
 
     The masks are found from gradients of ``A`` over a single token, where a dropped input leaves a column of zeros.
-    All gradients use these masks, which each data-parallel rank draws on its own.
+    All gradients use these masks, which each token and each data-parallel rank draws on its own.
 
     Why: a rate that is not the config's, a model's own dropout in place of the adapter's, inputs that are not
     scaled: the adapter learns something else, and its loss looks like any other.
@@ -175,7 +195,20 @@ def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
                 for layer, keep_mask in _watch_inputs(subject, group, adapter, rank, length).items()
             }
         )
+        _verify_tokens(subject, group, adapter)
     verify_rate_and_ranks(subject, "in training, an input of the adapter", passes)
+
+
+def _verify_tokens(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAdapter) -> None:
+    """Require that no input of the adapter is dropped at all tokens of a pass."""
+    data = ragged(adapter.model.vocab_size, subject.case.seed, (LENGTHS[-1],) * subject.layout.dp)
+    group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
+    grads = adapter_of(group.named_tensors("grads"))
+    group.optimizer_zero_grad()
+    for layer in adapter.low_rank().layers:
+        dropped = int(grads[f"{PREFIX}{layer}.lora_A.weight"].eq(0).all(0).sum())
+        problem = f"in training, {dropped} inputs of the adapter at {layer} are dropped at all {LENGTHS[-1]} tokens: "
+        subject.require(not dropped, problem + "is there one mask for all?")
 
 
 def _watch_inputs(

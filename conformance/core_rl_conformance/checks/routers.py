@@ -78,7 +78,7 @@ def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
     for label, backward in cuts.items():
         _verify_balance(subject, group, model, data, label, backward())
     if subject.spec.supports(Capability.ROUTING_REPLAY):
-        routed = _routed(data, _moved(group.forward(data.batch(), BUDGET, ("routing",)).routing, model))
+        routed = _routed(data, _moved(data, group.forward(data.batch(), BUDGET, ("routing",)).routing, model))
         metrics = group.forward_backward(routed.batch(), ALONE.spec(), BUDGET)
         _verify_balance(subject, group, model, routed, "of the balance with replayed routing", metrics)
 
@@ -155,7 +155,8 @@ def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
     Why: a replay that is bound to replaced routers has no effect and raises no error. Training then uses other
     experts than the rollout (verl #7340), or another token's, where sequences are of one length (miles #3146).
     Look at: that recorded choices reach the routers that compute, in every layer, in training as in
-    ``forward()``, with gates of the present probabilities; and that the next batch chooses for itself.
+    ``forward()``, with gates of the present probabilities; that the next batch chooses for itself; and which
+    token of a sequence a shared one stands for.
     """
     model, data = subject.model(), subject.data()
     group = subject.start(model)
@@ -168,11 +169,13 @@ def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
     texts = [row for row in data.rows if row.images is None and len(row.ids) >= EQUAL]
     equal = Ragged(tuple(row.after(len(row.ids) - EQUAL) for row in texts))
     of_equal = group.forward(equal.batch(), ONE_PASS, ("routing",)).routing
-    for end, part, chosen, cut in (
-        (" of equal lengths", equal, of_equal, ONE_PASS),
-        ("", data, recorded, BUDGET),
-    ):
-        second, label = _routed(part, _moved(chosen, model)), f"with another routing{end}"
+    parts = [(" of equal lengths", equal, of_equal, ONE_PASS), ("", data, recorded, BUDGET)]
+    if subject.spec.supports(Capability.SHARED_PREFIX):
+        trees = prefix_trees(model.vocab_size, subject.case.seed)
+        of_trees = group.forward(trees.batch(), ONE_PASS, ("routing",)).routing
+        parts.insert(0, (" of shared prefixes", trees, of_trees, replace(ONE_PASS, share_prefixes=True)))
+    for end, part, chosen, cut in parts:
+        second, label = _routed(part, _moved(part, chosen, model)), f"with another routing{end}"
         subject.verify_logprobs(label, group, model, second, cut)
         subject.verify_backward(label, group, model, second, LOSS, cut)
     subject.verify_logprobs("after a replay", group, model, data, BUDGET)
@@ -186,8 +189,8 @@ def _routed(data: Ragged, routing: Tensor) -> Ragged:
     return Ragged(tuple(replace(row, routing=part) for row, part in zip(data.rows, parts, strict=True)))
 
 
-def _moved(routing: Tensor, model: TinyModel) -> Tensor:
-    """Every other token takes its next experts: of other sets, still each once."""
+def _moved(data: Ragged, routing: Tensor, model: TinyModel) -> Tensor:
+    """Every other token of a sequence takes its next experts: of other sets, still each once."""
     count = model.config().get_text_config().num_experts
-    odd = (torch.arange(len(routing)) % 2 == 1)[:, None, None]
+    odd = torch.cat([torch.arange(length) % 2 == 1 for length in data.lengths])[:, None, None]
     return torch.where(odd, (routing + 1) % count, routing)

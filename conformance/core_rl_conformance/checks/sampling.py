@@ -220,6 +220,7 @@ def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
         ("", {"stop_token_ids": path.ids[:1]}, 0),
         ("", {"stop_token_ids": (late,), "ignore_eos": True}, 0),
         ("EOS before it", {"stop_token_ids": (late,)}, 0),
+        ("", {"stop_token_ids": (eos, late), "ignore_eos": True}, 0),
         ("", {"stop_token_ids": (unused, late), "ignore_eos": True}, 0),
         ("EOS as the last token", {"max_new_tokens": path.ids.index(eos) + 1}, 0),
         ("", {"stop_token_ids": path.ids[:1], "max_new_tokens": 1}, 0),

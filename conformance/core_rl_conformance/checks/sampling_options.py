@@ -233,7 +233,7 @@ class _Array:
             repetition_penalty=values["repetition_penalty"],
             logit_bias=tuple(zip(biased, values["logit_bias"], strict=False)),
             stop=tuple(text.format(likely[3]) for text in values["stop"]),
-            stop_token_ids=(likely[2], likely[5]) if options["end"] == "stop_token_ids" else (),
+            stop_token_ids=(0, likely[2], likely[5]) if options["end"] == "stop_token_ids" else (),
             ignore_eos=options["end"] != "EOS",
         )
         ids = [ids for ids, _ in self.prompts.undecided()][: REQUESTS // values["copies"]]

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from core_rl.toolkit.attention import head_size
 from core_rl_conformance.hints.diagnose import EXPLAINED, UNEXPLAINED, Finding, compare_named
 from core_rl_conformance.hints.tensor_shapes import KINDS, LAYER, RANKS
-from core_rl_oracle.oracle import AdamW, OptimizerState, Schedule, ScheduleFromZero, grad_norm
+from core_rl_oracle.oracle import AdamW, OptimizerState, OracleSequence, Schedule, ScheduleFromZero, grad_norm
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 Grads = Mapping[str, Tensor]
@@ -173,6 +173,13 @@ def _step_modulo(size: int, config: AdamW, state: OptimizerState, grads: Grads, 
     state.count += 1
 
 
+def _step_at_a_rate(config: AdamW, state: OptimizerState, grads: Grads, rate: float) -> None:
+    if rate:
+        config.step(state, grads, rate)
+    else:
+        state.count += 1
+
+
 Denominator = Callable[[Tensor, float, float], Tensor]
 """Of an update, from the second moment, its correction ``1 - beta2**step``, and eps."""
 
@@ -199,6 +206,7 @@ DENOMINATORS: Mapping[str, Denominator] = {
 RULES: Mapping[str, StepRule] = {
     "the decay goes through the moments (Adam, not AdamW)": _step_with_coupled_decay,
     "norms and biases decay as well": _step_with_decay_of_vectors,
+    "a step at a rate of 0 leaves the moments as they are": _step_at_a_rate,
     **{f"the bias correction stays at step {last}": partial(_step_up_to, last) for last in range(1, 8)},
     **{sentence: partial(_step_over, denominator) for sentence, denominator in DENOMINATORS.items()},
     **{f"the step count wraps around at {size}": partial(_step_modulo, size) for size in (2**8, 2**16)},
@@ -371,6 +379,31 @@ def _round(outputs: Outputs, ids: Tensor) -> dict[str, Tensor]:
     later = torch.arange(len(ids)) > 0
     drawn, entropy = log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     return {"logprobs": drawn * later, "entropy": entropy * later}
+
+
+ROUTINGS: Mapping[str, Callable[[Tensor], Tensor] | None] = {
+    "recorded routing is not replayed: the routers choose": None,
+    "all layers replay the routing of the first": lambda routing: routing[:, :1].expand_as(routing),
+    "layers replay the routing of each other, the last that of the first": lambda routing: routing.flip(1),
+    "a token replays the routing of the token before it": lambda routing: routing.roll(1, 0),
+    "a token replays the routing of the token after it": lambda routing: routing.roll(-1, 0),
+}
+"""The routing ``[L, layers, k]`` of a sequence that a mistake replays; None: it replays none."""
+
+
+def misrouted(sequences: Sequence[OracleSequence]) -> Iterator[tuple[str, list[OracleSequence]]]:
+    """Sentences about mistakes in the replay of routing, and the ``sequences`` with the routing of each."""
+    if not any("routing" in sequence.fields for sequence in sequences):
+        return
+    for sentence, change in ROUTINGS.items():
+        parts = []
+        for sequence in sequences:
+            fields = dict(sequence.fields)
+            routing = fields.pop("routing", None)
+            if routing is not None and change is not None:
+                fields["routing"] = change(routing)
+            parts.append(replace(sequence, fields=fields))
+        yield sentence, parts
 
 
 OUTPUTS: Mapping[str, Mistake] = {

@@ -100,8 +100,14 @@ def _mistakes(
         name: replace(setting[name], weight_decay=shifted_setting.weight_decay)
         for name, shifted_setting in shifted.items()
     }
+    unscaled = {
+        name: replace(one, weight_decay=one.weight_decay / one.lr_factor) if one.lr_factor else one
+        for name, one in setting.items()
+    }
+    yield "gradients are not clipped", [replace(config, adamw=replace(config.adamw, max_grad_norm=None))]
     for sentence, settings in {
         "the rules are ignored": defaults,
+        "the rates of the rules are not for the decay": unscaled,
         "the decay of the rules is ignored": decay,
         "the rates of the rules are ignored": rate,
         "each parameter has the decay of the one before it": moved,

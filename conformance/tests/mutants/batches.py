@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.tensors import TensorSource
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.parallel_context import ModelShards
-from mutants.bases import Packed, TrainContext
+from mutants.bases import OwnExport, Packed, TrainContext
 from mutants.images import QWEN, VISION
 from mutants.shared_prefixes import SHARED, FirstTokenFromSibling, Sharing
 from mutants.zoo import Mutant
@@ -151,6 +152,21 @@ class ScalesPixels(ReferenceBackend):
             if "pixel_values" in media:
                 media["pixel_values"].mul_(0.5)
         return super().routed(row, step)
+
+
+@Mutant(
+    "contract.callers-batch",
+    "load_state_dict(assign=True)",
+    r"a step after load_named_tensors\(\) changed the caller's",
+)
+class AssignsLoadedTensors(OwnExport):
+    """Parameters share the memory of the tensors that are loaded."""
+
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        super().import_tensors(kind, source)
+        for name, parameter in self.model.named_parameters() if kind == "master" else ():
+            if name in source.names():
+                parameter.data = source.read(name)
 
 
 @Mutant(

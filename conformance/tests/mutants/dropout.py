@@ -290,6 +290,40 @@ class AdapterNotScaled(Packed):
                 module.register_forward_hook(_unscaled)
 
 
+@Mutant("I9.adapter-dropout-masks", "a mask for each micro-batch", "are dropped at all 40 tokens")
+class AdapterHasOneMaskForAllTokens(Packed):
+    """The same inputs of the adapter are dropped at all tokens of a micro-batch."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        for name, module in model.named_modules():
+            if ".lora_dropout." in name and isinstance(module, nn.Dropout):
+                module.register_forward_hook(_one_mask)
+
+
+def _one_mask(module: nn.Dropout, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    return args[0] * module(torch.ones_like(args[0][..., :1, :])) if args[0].shape[-2] > 1 else output
+
+
+@Mutant(
+    "I9.dropout-places", "transformers' classifier_dropout", "inputs of the (value|reward) head are dropped"
+)
+class ScalarHeadHasDropout(Packed):
+    """In training, inputs of a scalar head are dropped at the rate of attention."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        if context.config.model.head != "lm":
+            self.model.base_model.register_forward_hook(self._drop)
+
+    def _drop(self, module: nn.Module, args: Any, output: Any) -> None:
+        rate = getattr(self.model.config, "attn_pdrop", 0.0) or getattr(
+            self.model.config, "attention_dropout", 0.0
+        )
+        hidden = output.last_hidden_state
+        output.last_hidden_state = nn.functional.dropout(hidden, rate, self.model.training)
+
+
 def _unscaled(module: nn.Dropout, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * (1.0 - module.p) if module.training else output
 

@@ -182,6 +182,35 @@ class FirstStopToken(Sampling):
 
 @Mutant(
     "I19.stop",
+    "ignore_eos that goes for the request's own tokens (I19)",
+    r"with stop_token_ids = \(\d+, \d+\) and ignore_eos, greedy decoding gave",
+)
+class IgnoresEosAmongStopTokens(ReferenceRolloutBackend):
+    """With ``ignore_eos``, an EOS among ``stop_token_ids`` ends no answer."""
+
+    def _complete(self, entries: Entries) -> None:
+        super()._complete([(_without(request, set(self._eos_token_ids)), done) for request, done in entries])
+
+
+@Mutant("I8.sampling-pairs", "token 0, which is falsy (I19)", "with .*end = stop_token_ids")
+class StopTokenZeroIsNone(ReferenceRolloutBackend):
+    """Token 0 among ``stop_token_ids`` ends no answer."""
+
+    def _complete(self, entries: Entries) -> None:
+        super()._complete([(_without(request, {0}), done) for request, done in entries])
+
+
+def _without(request: LLMRequest, tokens: set[int]) -> LLMRequest:
+    """``request``, which ends with none of ``tokens`` but by its EOS."""
+    sampling = request.sampling
+    if not (sampling.ignore_eos or tokens == {0}):
+        return request
+    left = tuple(token for token in sampling.stop_token_ids if token not in tokens)
+    return replace(request, sampling=replace(sampling, stop_token_ids=left))
+
+
+@Mutant(
+    "I19.stop",
     "stop tokens in place of EOS (I19)",
     r"with stop_token_ids = \(\d+,\) and EOS before it, greedy decoding gave",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,9 @@ from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.data.prefixes import PrefixTree
+from core_rl.toolkit import packed
 from core_rl.toolkit.parallel_context import ModelShards, TokenSlice
-from core_rl.toolkit.routers import balance_loss
+from core_rl.toolkit.routers import balance_loss, own_routing
 from core_rl_conformance.profile import MOE
 from mutants.bases import Packed, TrainContext
 from mutants.zoo import Mutant
@@ -115,6 +117,27 @@ class FirstTokenFromSibling(_Bent):
     """The first token of a branch is predicted from the last state of the branch before it."""
 
     shards = _LastRow
+
+
+@Mutant(
+    "I17.routing-replay",
+    "routing that is not laid out as its tokens are (I17)",
+    "with another routing of shared prefixes",
+    family=MOE,
+    declared=SHARED | {Capability.ROUTING_REPLAY},
+)
+class ReplaysRowsOfTheBatch(Sharing):
+    """The rows of a tree get the routing of the batch's first tokens."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        with patch.object(packed, "own_routing", _first_rows):
+            return super().outputs(micro_batch, step)
+
+
+def _first_rows(batch: SequenceBatch, tokens: TokenSlice) -> Tensor | None:
+    if tokens.tree is not None:
+        tokens = replace(tokens, tree=replace(tokens.tree, kept=torch.arange(len(tokens.tree.kept))))
+    return own_routing(batch, tokens)
 
 
 class _ScaledGradients(Sharing):
