@@ -148,21 +148,23 @@ def calls_leave_the_batch(subject: EngineUnderTest) -> None:
     """
     group, path = subject.start(), str(subject.directory("saved"))
     batch = subject.data(PROBE * subject.layout.dp).batch()
-    for rank, problems in enumerate(group.run(changed_tensors, path, batch, TokenMeanLoss().spec())):
+    weights = group.named_tensors("master")
+    for rank, problems in enumerate(group.run(changed_tensors, path, batch, TokenMeanLoss().spec(), weights)):
         subject.require(not problems, f"on rank {rank}: {'; '.join(problems[:6])}")
 
 
-def changed_tensors(engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec) -> list[str]:
+def changed_tensors(
+    engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec, weights: Mapping[str, Tensor]
+) -> list[str]:
     """Tensors of the caller that public calls changed, and outputs that differ from those of a fresh batch."""
     part = engine.shard_data(batch)
-    weights = {name: tensor.clone() for name, tensor in engine.named_tensors("master") if tensor is not None}
-    before = {name: tensor.clone() for name, tensor in weights.items()}
-    engine.load_named_tensors("master", TensorDict(weights))
+    loaded = {name: tensor.clone() for name, tensor in weights.items()}
+    engine.load_named_tensors("master", TensorDict(loaded))
     engine.train_batch(part, loss, ONE_PASS)
     problems = [
         f"a step after load_named_tensors() changed the caller's {name}"
-        for name, tensor in weights.items()
-        if not torch.equal(tensor, before[name])
+        for name, tensor in loaded.items()
+        if not torch.equal(tensor, weights[name])
     ]
     fresh = dict(_tensors_of(deepcopy(part)))
     for name, call in public_calls(engine, path, part, loss):

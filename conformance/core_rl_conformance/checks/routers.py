@@ -170,7 +170,7 @@ def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
     equal = Ragged(tuple(row.after(len(row.ids) - EQUAL) for row in texts))
     of_equal = group.forward(equal.batch(), ONE_PASS, ("routing",)).routing
     parts = [(" of equal lengths", equal, of_equal, ONE_PASS), ("", data, recorded, BUDGET)]
-    if subject.spec.supports(Capability.SHARED_PREFIX):
+    if subject.spec.supports(Capability.SHARED_PREFIX) and model.family == MOE:
         trees = prefix_trees(model.vocab_size, subject.case.seed)
         of_trees = group.forward(trees.batch(), ONE_PASS, ("routing",)).routing
         parts.insert(0, (" of shared prefixes", trees, of_trees, replace(ONE_PASS, share_prefixes=True)))
