@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from mutants.all_at_once import EveryFault
 from mutants.bases import Packed
-from mutants.unusual import UNUSUAL, OptimizerInHooks
+from mutants.unusual import UNUSUAL, OptimizerInHooks, SortsByLength
 from mutants.zoo import CAPABILITIES, C
 from plugin_support import engine, run
 
@@ -30,8 +30,9 @@ Add = Callable[..., EngineSpec]
 
 
 def declared(kind: type[Packed]) -> frozenset[C]:
-    """The capabilities of an unusual engine; hooks know no names."""
-    return CAPABILITIES - {C.OPTIMIZER_RULES, C.MUON} if kind is OptimizerInHooks else CAPABILITIES
+    """The capabilities of an unusual engine; hooks know no names, and layers no order but their own."""
+    missing = {OptimizerInHooks: {C.OPTIMIZER_RULES, C.MUON}, SortsByLength: {C.TAPS}}
+    return CAPABILITIES - missing.get(kind, set())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
