@@ -15,8 +15,6 @@ from core_rl.data.micro_batch import unshard_output, unshard_rows
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.errors import BatchError, EngineContractError
 
-__all__ = ["AggregateFn", "CollectStep", "LossStep", "MicroBatchStep", "MicroBatches", "PostHook"]
-
 PostHook = Callable[[ModelOutput, SequenceBatch], Tensor]
 AggregateFn = Callable[[list[Tensor]], Any]
 
