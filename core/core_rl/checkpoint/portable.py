@@ -259,11 +259,9 @@ class DcpFiles:
         self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
     def names(self) -> list[str]:
-        """All keys of tensors."""
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The full shape of ``name``."""
         if name not in self._tensors:
             raise WeightsError(f"the directory holds no tensor {name!r}")
         return tuple(self._tensors[name].size)

@@ -29,7 +29,6 @@ class Box:
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """The box as slices of the full tensor."""
         return box_region(self.offsets, self.shape)
 
 
