@@ -165,7 +165,9 @@ def load_checks() -> dict[str, Check]:
     Raises `ConfigError` when two checks have one identifier, or when a declared one cannot be loaded.
     """
     checks: dict[str, Check] = {}
-    for check in (*(one for module in _modules() for one in checks_in(module)), *declared_checks()):
+    names = sorted(module.name for module in pkgutil.iter_modules([str(CHECKS_DIRECTORY)]))
+    modules = (importlib.import_module(f"core_rl_conformance.checks.{name}") for name in names)
+    for check in (*(one for module in modules for one in checks_in(module)), *declared_checks()):
         if check.identifier in checks:
             raise ConfigError(
                 f"two checks are called {check.identifier!r}, of the modules {check.function.__module__} and "
@@ -195,9 +197,3 @@ def declared_checks() -> list[Check]:
             raise ConfigError(f"{point.described('check')} is no check; decorate the function with @check")
         checks.append(check)
     return checks
-
-
-def _modules() -> list[ModuleType]:
-    package = "core_rl_conformance.checks"
-    names = sorted(module.name for module in pkgutil.iter_modules([str(CHECKS_DIRECTORY)]))
-    return [importlib.import_module(f"{package}.{name}") for name in names]

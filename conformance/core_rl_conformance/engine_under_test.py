@@ -317,7 +317,6 @@ class EngineUnderTest:
     def verify_scalar(
         self, label: str, got: float, expected: float, allowed: Tolerance, *, explain: Explain | None = None
     ) -> None:
-        """Compare two numbers."""
         self.verify(diagnose.compare_scalar(label, got, expected, allowed, explain=explain))
 
     def verify_loss(

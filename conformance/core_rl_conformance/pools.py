@@ -83,7 +83,6 @@ class GroupPool:
             group.close()
 
     def close(self) -> None:
-        """End all processes."""
         for name in list(self._groups):
             self.discard(name)
 
@@ -151,7 +150,6 @@ class ServerPool:
         self._shared.discard(name)
 
     def close(self) -> None:
-        """End all engines."""
         for name in list(self._engines):
             self.discard(name)
 

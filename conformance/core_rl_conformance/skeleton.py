@@ -69,12 +69,10 @@ class Skeleton:
 
     @property
     def distribution(self) -> str:
-        """The distribution's name."""
         return DISTRIBUTION_PREFIX + self.name
 
     @property
     def module(self) -> str:
-        """The name of its package."""
         return f"core_rl_{self.name.replace('-', '_')}"
 
     def files(self) -> dict[str, str]:

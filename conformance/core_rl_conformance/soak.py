@@ -76,11 +76,9 @@ class Soak:
 
     @property
     def over(self) -> bool:
-        """Whether the time is over."""
         return not self.failed and time.monotonic() >= self.until
 
     def begin(self, start: Start) -> EngineUnderTest:
-        """The engine under test with the model of ``start``."""
         case = replace(self.subject.case, family=start.family, seed=self.subject.case.seed + start.draw)
         directory = self.subject.directory(f"calls-{self.number()}")
         return EngineUnderTest(case, self.subject.expected, directory)
@@ -97,7 +95,6 @@ class Soak:
             raise
 
     def number(self) -> int:
-        """A new number, for a directory."""
         return next(self._numbers)
 
     def keep(self, measurements: Iterable[MeasurementRecord]) -> None:
@@ -121,7 +118,6 @@ class EngineCalls(RuleBasedStateMachine):
 
     @initialize(start=st.runner().flatmap(lambda machine: starts(machine.soak.families)))
     def begin(self, start: Start) -> None:
-        """Start the engine."""
         if self.soak.over:
             return
         self.subject = subject = self.soak.begin(start)
@@ -192,7 +188,6 @@ class EngineCalls(RuleBasedStateMachine):
 
     @rule(drawn=few, cut=cuts, loss=losses)
     def eval_batch(self, drawn: Sequences, cut: Cut, loss: CheckLoss) -> None:
-        """The loss of a batch."""
         if self.soak.over or not _trained(data := self._data(drawn)):
             return
         with self.soak.call("eval_batch"):

@@ -47,12 +47,10 @@ class Training(Generic[DataT, LossT]):
 
     @property
     def sequences(self) -> list[list[OracleSequence]]:
-        """The sequences of each step."""
         return [data.for_oracle() for data in self.data]
 
     @property
     def rates(self) -> list[float]:
-        """The learning rate of each step."""
         return [self.config.lr * self.schedule.factor(step) for step in range(len(self.data))]
 
 

@@ -43,10 +43,13 @@ def describe_machine(distributions: Iterable[str] = (), extra: str | None = None
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    kind = platform.machine()
     return Machine(
         python=f"{platform.python_implementation()} {platform.python_version()}",
         system=f"{platform.system()} {platform.release()}",
-        processor=_processor(),
+        processor=f"{models[0]} ({kind})" if models else platform.processor() or kind,
         cores=cpu_cores(),
         threads=torch.get_num_threads(),
         gpus=tuple(gpus),
@@ -66,12 +69,6 @@ def most_open_files() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0]} ({platform.machine()})" if models else platform.processor() or platform.machine()
 
 
 def _versions(distributions: Iterable[str], extra: str | None) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import logging
 import os
@@ -17,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from multiprocessing import util
-from types import TracebackType
 from typing import Any, Self
 
 from core_rl.distributed.authentication import new_key
-from core_rl.errors import ClusterError, ConfigError, MissingPackage, raise_all
+from core_rl.errors import ClusterError, ConfigError, raise_all
 from core_rl.launch.hosts import Rank, Slot, end_ranks
+from core_rl.registry.packages import import_extra
 from core_rl_cluster.machine import MachineActor, MachineInfo, driver_code, versions
 from core_rl_cluster.remote import RayMachine, RayRank, first_line
 
@@ -78,7 +77,7 @@ class RayHosts:
 
     def __post_init__(self) -> None:
         raise_all(ConfigError, "RayHosts", self._problems())
-        self._ray = _import_ray()
+        self._ray = import_extra("ray", "RayHosts needs Ray")
         self._is_driver_of_ray = False
         self._group: Any = None
         self._actors: list[Any] = []
@@ -101,9 +100,7 @@ class RayHosts:
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ------------------------------------------------------------------ hosts
@@ -334,15 +331,6 @@ def _end_actors(ray: Any, actors: list[Any]) -> None:
         actor = actors.pop()
         if ray.is_initialized():
             ray.kill(actor)
-
-
-def _import_ray() -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise MissingPackage(
-            f"RayHosts needs Ray, which cannot be imported ({error}); run: pip install 'core-rl[ray]'"
-        ) from error
 
 
 def _require_healthy(address: str, limit_s: float) -> None:

@@ -48,7 +48,6 @@ class Step:
 
     @property
     def norm(self) -> float:
-        """Norm of all gradients."""
         return grad_norm(self.grads)
 
 

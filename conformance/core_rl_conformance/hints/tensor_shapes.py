@@ -183,6 +183,9 @@ def _by_layer(comparison: Named) -> Iterator[tuple[str, set[str]]]:
 
 
 def _by_kind(comparison: Named) -> Iterator[tuple[str, set[str]]]:
+    if not any(KINDS["the head is"].search(name) for name in comparison.expected):
+        tied = {name for name in comparison.expected if EMBEDDING.search(name)}
+        yield "only the embedding is wrong, which is tied to the head", tied
     for label, pattern in KINDS.items():
         names = {name for name in comparison.expected if pattern.search(name)}
         yield f"only {label} wrong", names
@@ -198,18 +201,7 @@ def _by_dimension(comparison: Named) -> Iterator[tuple[str, set[str]]]:
     yield "only matrices are wrong; vectors (norms, biases) are right", set(comparison.expected) - vectors
 
 
-def _by_tie(comparison: Named) -> Iterator[tuple[str, set[str]]]:
-    if not any(KINDS["the head is"].search(name) for name in comparison.expected):
-        tied = {name for name in comparison.expected if EMBEDDING.search(name)}
-        yield "only the embedding is wrong, which is tied to the head", tied
-
-
-SETS: tuple[Callable[[Named], Iterator[tuple[str, set[str]]]], ...] = (
-    _by_tie,
-    _by_kind,
-    _by_layer,
-    _by_dimension,
-)
+SETS: tuple[Callable[[Named], Iterator[tuple[str, set[str]]]], ...] = (_by_kind, _by_layer, _by_dimension)
 
 # --------------------------------------------------------- which part of each
 

@@ -172,9 +172,6 @@ def _by_sequence(tokens: Tokens) -> Iterator[Place]:
     low, high = int(lengths.min()), int(lengths.max())
     yield f"only sequences of {low} and more tokens are wrong", tokens.length >= low
     yield f"only sequences of at most {high} tokens are wrong", tokens.length <= high
-
-
-def _by_neighbour(tokens: Tokens) -> Iterator[Place]:
     sentence = "the first sequence is right and later ones are not"
     yield sentence, tokens.sequence > 0
     if tokens.places is not None:
@@ -193,7 +190,6 @@ PLACES: tuple[Callable[[Tokens], Iterator[Place]], ...] = (
     _by_size,
     _by_rank,
     _by_sequence,
-    _by_neighbour,
 )
 
 

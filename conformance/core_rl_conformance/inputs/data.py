@@ -68,7 +68,6 @@ class Ragged:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each sequence."""
         return [len(row.ids) for row in self.rows]
 
     def select(self, indices: Sequence[int]) -> Ragged:

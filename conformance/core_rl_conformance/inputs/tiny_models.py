@@ -143,11 +143,9 @@ class TinyModel:
 
     @property
     def vision(self) -> bool:
-        """Whether it has a vision tower."""
         return self.family in VISION
 
     def config(self) -> PretrainedConfig:
-        """The transformers config."""
         config = self._own_config()
         fields = {
             "vocab_size": self.vocabulary,

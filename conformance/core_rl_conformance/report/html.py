@@ -223,7 +223,7 @@ def render(template: str, values: Mapping[str, object]) -> str:
         "counts": count_outcomes,
         "measured": _measured,
         "number": _number,
-        "prose": _prose,
+        "prose": lambda text: Markup(CODE.sub(r"<code>\1</code>", str(escape(text)))),
         "slug": lambda value: value.replace(" ", "-").replace(".", "-").lower(),
     }
     return environment.get_template(template).render(values)
@@ -237,11 +237,6 @@ def _measured(measurement: MeasurementRecord) -> str:
     if measurement.limit == 0:
         return "exact" if measurement.error == 0 else "not exact"
     return f"{_number(measurement.error)} / {_number(measurement.limit)}"
-
-
-def _prose(text: str) -> Markup:
-    """A docstring's text, with what stands between backquotes as code."""
-    return Markup(CODE.sub(r"<code>\1</code>", str(escape(text))))
 
 
 def count_outcomes(cases: Iterable[CaseRecord]) -> dict[Outcome, int]:

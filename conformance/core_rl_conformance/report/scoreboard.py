@@ -231,15 +231,12 @@ def scoreboard_page(board: Scoreboard) -> str:
 def versions_page(reports: Mapping[str, Report]) -> str:
     """A page with a row for each of ``reports``, by the names of their environments, and engine."""
     header = ["environment", "engine", "Python", *PACKAGES, "verdict", "cases", "closest to its limit"]
-    rows = [
-        _version_row(name, report, engine) for name, report in reports.items() for engine in report.engines
-    ]
+    rows = []
+    for name, report in reports.items():
+        packages = [report.environment.packages.get(package) or "-" for package in PACKAGES]
+        python = report.environment.python.rpartition(" ")[2]
+        for engine in report.engines:
+            executed = [case for case in report.cases(engine.name) if case.outcome.executed]
+            verdict = [str(engine.verdict), _passed(executed), _limit(executed)]
+            rows.append([f"`{name}`", f"`{engine.name}`", python, *packages, *verdict])
     return "\n".join([HEAD, *table_lines([header, ["---"] * len(header), *rows])]) + "\n"
-
-
-def _version_row(name: str, report: Report, engine: EngineRecord) -> list[str]:
-    executed = [case for case in report.cases(engine.name) if case.outcome.executed]
-    packages = [report.environment.packages.get(package) or "-" for package in PACKAGES]
-    python = report.environment.python.rpartition(" ")[2]
-    verdict = [str(engine.verdict), _passed(executed), _limit(executed)]
-    return [f"`{name}`", f"`{engine.name}`", python, *packages, *verdict]

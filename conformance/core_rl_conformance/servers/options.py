@@ -79,12 +79,10 @@ class ServerArguments:
 
     @property
     def model_type(self) -> str:
-        """The type in the model's config."""
         return str(self._model_config.get("model_type", "model"))
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids in the model's config."""
         config = self._model_config
         return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
 

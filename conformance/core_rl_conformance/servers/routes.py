@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,7 +157,8 @@ async def _read(address: str, key: str | None) -> Routes:
         description = await api.get("/openapi.json", TIMEOUT_S)
         with readable(description, f"{address}/openapi.json is something"):
             paths = frozenset(description["paths"])
-            fields = frozenset(_completion_fields(description))
+            schemas = description.get("components", {}).get("schemas", {})
+            fields = frozenset(schemas.get("CompletionRequest", {}).get("properties", {}))
         product, about = await _product(api, paths)
         model, directory = await _model(api)
         if product == "SGLang":
@@ -223,8 +224,3 @@ async def _model(api: Api) -> tuple[str, str]:
     with readable(models, f"{api.address}/v1/models is something"):
         model = models["data"][0]
         return str(model["id"]), str(model.get("root") or "")
-
-
-def _completion_fields(description: Mapping[str, Any]) -> Iterator[str]:
-    schemas = description.get("components", {}).get("schemas", {})
-    yield from schemas.get("CompletionRequest", {}).get("properties", {})

@@ -34,7 +34,7 @@ from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, 
 from core_rl_conformance.session.matrix import Selection, load_target, select
 from core_rl_conformance.session.order import level
 from core_rl_conformance.session.summary import Summary
-from core_rl_conformance.trainers.spec import TrainerSpec, find_trainer
+from core_rl_conformance.trainers.spec import find_trainer
 
 
 def load_trainer(name: str, known_checks: Collection[str]) -> Target:
@@ -42,13 +42,15 @@ def load_trainer(name: str, known_checks: Collection[str]) -> Target:
     trainer, distribution, version = find_trainer(name)
     origin = f"trainer {name!r}"
     profile = trainer.profile
+    special = {Capability.BFLOAT16} if "bfloat16" in profile.dtypes else set()
+    special |= {Capability.MOE} if MOE in profile.families else set()
     spec = EngineSpec(
         name=trainer.name,
         kind="train",
         protocol=PROTOCOL_VERSION,
         factory=trainer.factory,
         config="core_rl.config.engine:TrainEngineConfig",
-        capabilities=frozenset(_capabilities(trainer)),
+        capabilities=frozenset(special).union(*(layout.needed_capabilities() for layout in profile.layouts)),
         description=trainer.description,
     )
     check_spec(spec, origin)
@@ -59,14 +61,6 @@ def load_trainer(name: str, known_checks: Collection[str]) -> Target:
         except metadata.PackageNotFoundError as error:
             raise ConfigError(f"{origin} needs {trainer.package}, which is not installed") from error
     return Target(spec=spec, profile=profile, trainer=trainer, distribution=distribution, version=version)
-
-
-def _capabilities(trainer: TrainerSpec) -> set[Capability]:
-    """Capabilities that the layouts, dtypes and models of its profile show."""
-    profile = trainer.profile
-    layouts = (layout.needed_capabilities() for layout in profile.layouts)
-    special = {Capability.BFLOAT16} if "bfloat16" in profile.dtypes else set()
-    return set().union(*layouts, special, {Capability.MOE} if MOE in profile.families else set())
 
 
 CASE = re.compile(r"(?P<module>[^/]*)\.py::[^\[]*\[.*?-(?P<model>[^-]+-(?:bfloat16|float32))")
@@ -88,14 +82,11 @@ class ConformanceSession:
             config.args = [str(CHECKS_DIRECTORY)]
         elif not config.getoption("pyargs"):
             config.args = [_in_this_copy(argument, config.invocation_params.dir) for argument in config.args]
-        narrowed = self.plan.selection.narrowed or self._filtered() or self.plan.given is not None
+        filtered = any(config.getoption(name, default=None) for name in FILTERS) or any(
+            "::" in argument or argument.endswith(".py") for argument in config.args
+        )
+        narrowed = self.plan.selection.narrowed or filtered or self.plan.given is not None
         self.summary = Summary(self.plan, narrowed)
-
-    def _filtered(self) -> bool:
-        """Whether options of pytest leave checks out."""
-        selected = any(self.config.getoption(name, default=None) for name in FILTERS)
-        below = [argument for argument in self.config.args if "::" in argument or argument.endswith(".py")]
-        return selected or bool(below)
 
     # ------------------------------------------------------------ collection
 

@@ -49,7 +49,6 @@ class RankTrainers:
         self._all("build", setup)
 
     def build_recipe(self, recipe: str, model_dir: str) -> None:
-        """Build in one process."""
         self._start(1)
         self._all("build_recipe", recipe, model_dir)
 
@@ -79,15 +78,12 @@ class RankTrainers:
         return self._tensors("weights")
 
     def learning_rate(self) -> float:
-        """Rate of the first rank."""
         return float(self._all("learning_rate")[0])
 
     def save(self, path: str) -> None:
-        """All ranks write into one directory."""
         self._all("save", path)
 
     def load(self, path: str) -> None:
-        """All ranks read it."""
         self._all("load", path)
 
     def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
@@ -96,7 +92,6 @@ class RankTrainers:
         return batches
 
     def close(self) -> None:
-        """End the processes."""
         if self._pool is not None:
             if self._size and self._pool.is_idle:
                 with suppress(CoreRLError):  # of a trainer that cannot close: its process ends all the same
@@ -148,7 +143,6 @@ class _RankTrainer:
         self._factory, self._port = factory, port
 
     def initialize(self, addr: RankAddress, _ft_spec: FinetuneSpec | None) -> None:
-        """Construct the trainer."""
         rank, size = str(addr.rank), str(addr.world_size)
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port))
@@ -156,7 +150,6 @@ class _RankTrainer:
         self._trainer: Trainer = kind()
 
     def destroy(self) -> None:
-        """Close it."""
         self._trainer.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -195,7 +188,6 @@ class TrainerPool:
             trainer.close()
 
     def close(self) -> None:
-        """Close all trainers."""
         for name in list(self._trainers):
             self.discard(name)
 

@@ -15,8 +15,6 @@ from core_rl.data.micro_batch import unshard_output, unshard_rows
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.errors import BatchError, EngineContractError
 
-__all__ = ["AggregateFn", "CollectStep", "LossStep", "MicroBatchStep", "MicroBatches", "PostHook"]
-
 PostHook = Callable[[ModelOutput, SequenceBatch], Tensor]
 AggregateFn = Callable[[list[Tensor]], Any]
 
@@ -90,10 +88,9 @@ class MicroBatches:
             f"{following.max_length}), and the largest {largest} tokens"
         )
 
-    def check_finished(self) -> None:
-        """Raise `EngineContractError` when a micro-batch was left out."""
-        if self._index:
-            raise EngineContractError(f"run() left out the micro-batches {sorted(self._index.values())}")
+    def unclaimed(self) -> list[int]:
+        """The numbers of micro-batches that `claim` has not seen."""
+        return sorted(self._index.values())
 
 
 class _Step:
@@ -126,9 +123,8 @@ class _Step:
 
     def require_all(self) -> None:
         """Keep an `EngineContractError` for micro-batches that the backend left out."""
-        try:
-            self._micro_batches.check_finished()
-        except EngineContractError as error:
+        if numbers := self._micro_batches.unclaimed():
+            error = EngineContractError(f"run() left out the micro-batches {numbers}")
             self._failure = self._failure or error
 
     def raise_failure(self) -> None:

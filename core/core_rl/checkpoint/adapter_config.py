@@ -16,15 +16,8 @@ CHECKED = {"r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("rslora"
 """Fields that equal those of ``model.lora``, and their defaults in ``peft``."""
 HARMLESS = frozenset(
     # Where the adapter comes from, and how `peft` runs it.
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "inference_mode",
-        "peft_version",
-        "revision",
-        "runtime_config",
-    }
-    | {"megatron_core", "task_type"}
+    {"auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version"}
+    | {"revision", "runtime_config", "task_type"}
     # Training alone: model.lora.dropout is that of the run.
     | {"lora_dropout"}
     # The choice of layers, which the names of the tensors show.
@@ -32,15 +25,8 @@ HARMLESS = frozenset(
     # peft sets it by the base layers.
     | {"fan_in_fan_out"}
     # Settings of other fields, which are checked.
-    | {
-        "corda_config",
-        "ensure_weight_tying",
-        "eva_config",
-        "layers_pattern",
-        "lora_ga_config",
-        "loftq_config",
-    }
-    | {"qalora_group_size"}
+    | {"corda_config", "ensure_weight_tying", "eva_config", "layers_pattern", "lora_ga_config"}
+    | {"loftq_config", "qalora_group_size"}
 )
 """Fields without an effect on the adapter's outputs."""
 PLAIN: Mapping[str, tuple[object, ...]] = {

@@ -68,8 +68,6 @@ class CheckpointCopies:
             on_leader(Comm(), lambda: self._fetch(step, checkpoints.root), subject)
 
     def clear(self) -> None:
-        """Remove all copies."""
-
         def remove() -> None:
             for step in self._all():
                 self._place(step).remove()
@@ -120,14 +118,12 @@ class _Storage:
         return bytes(self._fs.cat_file(file)) if self._fs.exists(file) else None
 
     def upload(self, directory: Path, names: list[str]) -> None:
-        """Upload the files ``names`` of ``directory``."""
         for name in names:
             target = f"{self._root}/{name}"
             self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
             self._fs.put_file(str(directory / name), target)
 
     def download(self, directory: Path) -> None:
-        """Copy all files to ``directory``."""
         for file in self._fs.find(self._root):
             target = directory / PurePosixPath(file).relative_to(self._root)
             target.parent.mkdir(parents=True, exist_ok=True)

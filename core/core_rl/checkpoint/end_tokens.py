@@ -45,13 +45,18 @@ def end_tokens(
     out. Raises `ConfigError` for a generation config that cannot be read.
     """
     text = config.get_text_config()
-    generation = set[int]() if model_path is None else _generation_ids(Path(model_path))
-    ids, turn_ends = set(generation), frozenset[int]()
-    if not generation or model_path is None or _names_end(Path(model_path)):
+    directory = None if model_path is None else Path(model_path)
+    ids, turn_ends = set[int](), frozenset[int]()
+    if directory is not None and (directory / GENERATION).is_file():
+        ids |= {*_ids(generation_config(directory))}
+    # A default of the config's class is an ordinary token elsewhere.
+    if not ids or directory is None or "eos_token_id" in (directory / "config.json").read_text("utf-8"):
         ids |= {*_ids(config), *_ids(text)}
     if (source := tokenizer_path or model_path) is not None:
-        end, turn_ends = _tokenizer_ends(Path(source))
-        ids |= end
+        files = [path for name in TOKENIZER if (path := Path(source, name)).is_file()]
+        if files:
+            end, turn_ends = _read_ends(Path(source), tuple(path.stat().st_mtime_ns for path in files))
+            ids |= end
     ends = sorted(token for token in ids | turn_ends if 0 <= token < text.vocab_size)
     return tuple(ends) if ids & {*ends} else ()
 
@@ -114,24 +119,9 @@ def _listed(tokens: int | Iterable[int] | None) -> Iterable[int]:
     return (tokens,) if isinstance(tokens, int) else tokens or ()
 
 
-def _names_end(directory: Path) -> bool:
-    """Whether the config has an end token that is no default of its class, which is an ordinary token elsewhere."""
-    return "eos_token_id" in (directory / "config.json").read_text(encoding="utf-8")
-
-
-def _generation_ids(directory: Path) -> set[int]:
-    return set(_ids(generation_config(directory))) if (directory / GENERATION).is_file() else set()
-
-
-def _tokenizer_ends(directory: Path) -> _Ends:
-    """End token of a tokenizer, and end tokens of turns in its chat templates."""
-    files = [path for name in TOKENIZER if (path := directory / name).is_file()]
-    return _read_ends(directory, tuple(path.stat().st_mtime_ns for path in files)) if files else NO_ENDS
-
-
 @lru_cache(maxsize=8)
 def _read_ends(directory: Path, _modified: tuple[int, ...]) -> _Ends:
-    """The same, from files. Loading a tokenizer takes up to a second."""
+    """End token of a tokenizer, and end tokens of turns in its chat templates. Loading it takes up to a second."""
     try:
         tokenizer = read_tokenizer(directory)
     except ConfigError:  # only text needs a tokenizer

@@ -125,7 +125,12 @@ class _Slices(DefaultSavePlanner):
         }
 
     def create_local_plan(self) -> SavePlan:
-        items = [_write_item(index, shard) for index, shard in self.shards.items()]
+        items = []
+        for index, shard in self.shards.items():
+            chunk = ChunkStorageMetadata(torch.Size(shard.offsets), shard.tensor.shape)
+            properties = TensorProperties.create_from_tensor(shard.tensor)
+            data = TensorWriteData(chunk, properties, torch.Size(shard.global_shape))
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return SavePlan(items, planner_data={index.fqn: _path(index.fqn) for index in self.shards})
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -136,13 +141,6 @@ def _path(key: str) -> tuple[str, ...]:
     """The path of ``key`` in the nested state dict: the optimizer's state is a dict of its own."""
     first, _, rest = key.partition(".")
     return (first, rest) if first == "optimizer" else (key,)
-
-
-def _write_item(index: MetadataIndex, shard: Shard) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(shard.offsets), shard.tensor.shape)
-    properties = TensorProperties.create_from_tensor(shard.tensor)
-    data = TensorWriteData(chunk, properties, torch.Size(shard.global_shape))
-    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 def load_portable(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
@@ -259,11 +257,9 @@ class DcpFiles:
         self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
     def names(self) -> list[str]:
-        """All keys of tensors."""
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The full shape of ``name``."""
         if name not in self._tensors:
             raise WeightsError(f"the directory holds no tensor {name!r}")
         return tuple(self._tensors[name].size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SKIPPED = {
@@ -28,7 +28,10 @@ def quantized_layers(
     skipped = [str(name) for field in SKIPPED.get(method, ()) for name in quantization.get(field) or ()]
     skipped += [rule[2:] for rule in quantization.get("dynamic") or () if rule.startswith("-:")]
     precision = {}
-    for layer in _linear_layers(shapes):
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight")
+        if layer == name or len(shape) != 2 or "embed" in layer.rpartition(".")[2]:
+            continue
         value = _precision(method, quantization, layer)
         head = layer == HEAD and method != "compressed-tensors" and not quantization.get(HEAD)
         if value is not None and not head and not any(_matches(rule, layer, method) for rule in skipped):
@@ -42,13 +45,6 @@ def shown_layers(precisions: Mapping[str, str]) -> str:
     for layer, precision in precisions.items():
         groups.setdefault(precision, {})[re.sub(r"\b\d+\b", "*", layer)] = None
     return "; ".join(f"{precision}: {', '.join(layers)}" for precision, layers in groups.items())
-
-
-def _linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
-    for name, shape in shapes.items():
-        layer = name.removesuffix(".weight")
-        if layer != name and len(shape) == 2 and "embed" not in layer.rpartition(".")[2]:
-            yield layer
 
 
 def _precision(method: str, quantization: Mapping[str, Any], layer: str) -> str | None:

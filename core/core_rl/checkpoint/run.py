@@ -199,7 +199,6 @@ class PendingCheckpoint:
         return self.path
 
     def abandon(self) -> None:
-        """Remove the written files."""
         self._resources.close()
 
     def _commit(self) -> None:

@@ -75,11 +75,9 @@ class ShardFiles:
             self._index(SafetensorsFile(directory / file_name(rank)))
 
     def names(self) -> list[str]:
-        """All names."""
         return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The full shape of ``name``."""
         if name not in self._shapes:
             raise WeightsError(f"the shards hold no tensor {name!r}")
         return self._shapes[name]

@@ -145,11 +145,9 @@ class SafetensorsFile:
         return dict(self._file.metadata() or {})
 
     def keys(self) -> list[str]:
-        """The names in the file."""
         return list(self._file.keys())
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of ``key``."""
         return tuple(self._file.get_slice(key).get_shape())
 
     def is_bfloat16(self, key: str) -> bool:
@@ -208,11 +206,9 @@ class TensorFiles:
                 ) from error
 
     def names(self) -> list[str]:
-        """All names."""
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The full shape of ``name``."""
         self._check(name)
         return self._shapes[name]
 

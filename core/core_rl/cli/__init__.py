@@ -156,17 +156,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = str(error) if isinstance(error, RunStopped) else f"error: {error}"
         # Notes of several lines are tracebacks of ranks, which a run has in its log.
         notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-        typer.secho("\n".join([_on_screen(text), *notes]), fg=typer.colors.RED, err=True)
+        lines = ["".join(_ends(line, CHARACTERS, " [… {} more characters …] ")) for line in text.splitlines()]
+        shown = _ends(lines, LINES, "[… {} more lines …]")
+        typer.secho("\n".join([*shown, *notes]), fg=typer.colors.RED, err=True)
         sys.exit(error.exit_code)
     finally:
         # The interpreter's end would search all modules of torch and transformers for garbage: half a second.
         gc.freeze()
-
-
-def _on_screen(text: str) -> str:
-    """``text`` without the middle of long lines, and without lines in the middle that a screen has no room for."""
-    lines = ["".join(_ends(line, CHARACTERS, " [… {} more characters …] ")) for line in text.splitlines()]
-    return "\n".join(_ends(lines, LINES, "[… {} more lines …]"))
 
 
 def _ends(parts: Sequence[str], most: int, gap: str) -> Sequence[str]:

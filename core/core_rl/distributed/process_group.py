@@ -217,7 +217,11 @@ def _initialize(address: RankAddress | None, device: torch.device) -> _Present:
             "that group"
         )
     launched = launched_world() if address is None else None
-    address = address or _named_by(launched)
+    if launched is not None:
+        address = RankAddress(
+            rank=launched.rank, world_size=launched.world_size, local_rank=launched.local_rank
+        )
+    address = address or RankAddress(rank=0, world_size=1)
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
         store=_store(address, launched),
@@ -228,13 +232,6 @@ def _initialize(address: RankAddress | None, device: torch.device) -> _Present:
         device_id=None if device.type == "cpu" else device,
     )
     return _Present(address, device, owned=True)
-
-
-def _named_by(launched: LaunchedWorld | None) -> RankAddress:
-    """Address of this process in the launcher's world, or in a world of one rank."""
-    if launched is None:
-        return RankAddress(rank=0, world_size=1)
-    return RankAddress(rank=launched.rank, world_size=launched.world_size, local_rank=launched.local_rank)
 
 
 def _store(address: RankAddress, launched: LaunchedWorld | None) -> Store:

@@ -20,20 +20,6 @@ from core_rl.registry.spec import EngineSpec, check_spec
 if TYPE_CHECKING:
     from core_rl.config.engine import EngineConfig
 
-__all__ = [
-    "GROUP",
-    "EngineEntry",
-    "Registration",
-    "declared_engines",
-    "engine_names",
-    "get_spec",
-    "installable_engines",
-    "list_engines",
-    "load_class",
-    "load_config",
-    "register_engine",
-]
-
 GROUP = "rl_engines"
 """The entry-point group that a plugin declares its engines in."""
 _CORE = "core-rl"

@@ -29,7 +29,6 @@ class Box:
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """The box as slices of the full tensor."""
         return box_region(self.offsets, self.shape)
 
 
@@ -154,11 +153,8 @@ def copy_shards(rank: int, shards: Iterable[Shard]) -> list[Shard]:
     for shard in shards:
         problems += _outside(shard.name, tuple(shard.tensor.shape), shard.offsets, shard.global_shape)
         if not problems:
-            copies.append(replace(shard, tensor=_unshared(shard.tensor)))
+            # Contiguous, in memory that no other shard shares: safetensors refuses views.
+            copy = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, device="cpu")
+            copies.append(replace(shard, tensor=copy.copy_(shard.tensor.detach())))
     raise_all(EngineContractError, f"the shards of rank {rank}", problems)
     return copies
-
-
-def _unshared(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, contiguous, in memory that no other shard shares: safetensors refuses views."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())

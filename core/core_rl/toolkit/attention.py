@@ -89,7 +89,10 @@ def packed_attention(
             f"{type(module).__name__} gets no 'segments': its model does not pass keywords on to the attention layers"
         )
     _check(module, attention_mask, options)
-    sinks = _own_sinks(options.get("s_aux"), segments)
+    sinks: Tensor | None = options.get("s_aux")
+    for comm in (segments.tensor, segments.context):
+        if sinks is not None and comm is not None:  # in a backward pass only this rank's heads have gradients
+            sinks = sinks.chunk(comm.size)[comm.rank]
     context = segments.context
     window = sliding_window if sliding_window is not None and sliding_window < segments.longest else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -101,14 +104,6 @@ def packed_attention(
     with _own_draws(segments.tensor, dropout, query.device):
         attended = _attend(query, key, value, call)
     return all_to_all(attended, context, split=1, join=2), None
-
-
-def _own_sinks(sinks: Tensor | None, segments: Segments) -> Tensor | None:
-    """Sinks of this rank's heads; in a backward pass only these have gradients."""
-    for comm in (segments.tensor, segments.context):
-        if sinks is not None and comm is not None:
-            sinks = sinks.chunk(comm.size)[comm.rank]
-    return sinks
 
 
 @contextmanager

@@ -13,16 +13,6 @@ from core_rl.backend.train_backend import BuildContext, C
 from core_rl.distributed.agreement import on_all
 from core_rl.errors import MissingPackage, OutOfDeviceMemory
 
-__all__ = [
-    "NAMES_GROUPS",
-    "add_product",
-    "on_cuda",
-    "product",
-    "require_device_memory",
-    "use_flash_attention",
-]
-
-
 NAMES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 """Whether ``varlen_attn`` has an argument for fewer heads of keys than of queries; torch 2.11 reads it off the shapes.
 """

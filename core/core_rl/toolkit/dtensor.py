@@ -13,8 +13,6 @@ from torch.distributed.tensor.placement_types import Placement
 from core_rl.backend.tensors import box_region
 from core_rl.errors import UnsupportedCapability
 
-__all__ = ["LocalPart", "local_part", "own_part", "shard_parameter"]
-
 
 @dataclass(frozen=True)
 class LocalPart:

@@ -36,9 +36,9 @@ class AdamW8Bit:
         group_options = [
             {"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups
         ]
-        self._optimizer = _torchao_optim().AdamW8bit(
-            group_options, lr=config.lr, betas=config.betas, eps=config.eps
-        )
+        with _errors_only("torchao", "torch.utils._pytree"):
+            torchao = import_extra("torchao.optim", "optimizer.type 'adamw_8bit' needs torchao")
+        self._optimizer = torchao.AdamW8bit(group_options, lr=config.lr, betas=config.betas, eps=config.eps)
         self._optimizer.state = state
 
     def step(self) -> None:
@@ -68,11 +68,6 @@ def as_float32(moment: Any) -> Iterator[Tensor]:
     # Requantized codes may differ: values that are only read keep their codes.
     if not torch.equal(values, moment.dequantize()):
         moment.copy_(values)
-
-
-def _torchao_optim() -> Any:
-    with _errors_only("torchao", "torch.utils._pytree"):
-        return import_extra("torchao.optim", "optimizer.type 'adamw_8bit' needs torchao")
 
 
 @contextmanager

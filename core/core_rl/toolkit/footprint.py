@@ -52,6 +52,8 @@ def footprint_of(model: ModelConfig) -> Footprint:
     # Multi-head latent attention has values of a width of their own.
     value_width, shared = getattr(text, "v_head_dim", None), getattr(text, "qk_head_dim", None)
     ratio = value_width / shared if value_width and shared else 1.0
+    routed, shared_width = _routed(text), getattr(text, "shared_expert_intermediate_size", None) or 0
+    inside_mlp = routed + 4 * shared_width if routed else 4 * _mlp_width(text)
     return Footprint(
         parameters=_count(built.parameters()),
         trained=_count(p for p in built.parameters() if p.requires_grad),
@@ -60,8 +62,8 @@ def footprint_of(model: ModelConfig) -> Footprint:
         largest=max((p.numel() for p in outside if p.requires_grad), default=0),
         layers=int(text.num_hidden_layers),
         hidden=int(text.hidden_size),
-        inner=int(queries + keys + ratio * (keys + 2 * queries) + _inside_mlp(text)),
-        routed=_routed(text),
+        inner=int(queries + keys + ratio * (keys + 2 * queries) + inside_mlp),
+        routed=routed,
         normed=queries + keys if inside else 0,
         vocabulary=int(text.vocab_size),
     )
@@ -78,13 +80,6 @@ def _widths(config: PretrainedConfig) -> tuple[int, int]:
     width = width or config.hidden_size // heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     return heads * width, groups * width
-
-
-def _inside_mlp(config: PretrainedConfig) -> int:
-    """Numbers that an MLP keeps of each token."""
-    if routed := _routed(config):
-        return routed + 4 * (getattr(config, "shared_expert_intermediate_size", None) or 0)
-    return 4 * _mlp_width(config)
 
 
 def _routed(config: PretrainedConfig) -> int:

@@ -198,7 +198,8 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     layers = {name for name in layers if not _names_parameters(model, name)}
     linear = [name for name in names if name.rpartition(".")[2] in layers]
     if config.target_modules == "all-linear":
-        text = {id(module) for module in _text_model(model).modules()}
+        part = getattr(model.base_model, "language_model", model.base_model)  # next to a vision tower
+        text = {id(module) for module in part.modules()}
         return [name for name in linear if id(model.get_submodule(name)) in text]
     idle = [target for target in config.target_modules if not any(_matches(name, target) for name in linear)]
     if idle or not config.target_modules:
@@ -208,12 +209,6 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
             f"there are {', '.join(last)}; embeddings, heads (a tie would carry it over) and experts take no adapter"
         )
     return [name for name in linear if any(_matches(name, target) for target in config.target_modules)]
-
-
-def _text_model(model: PreTrainedModel) -> nn.Module:
-    """The trunk, or its text model next to a vision tower."""
-    text = getattr(model.base_model, "language_model", None)
-    return text if isinstance(text, nn.Module) else model.base_model
 
 
 def _names_parameters(model: PreTrainedModel, name: str) -> bool:

@@ -16,8 +16,6 @@ from core_rl.distributed.collectives import all_gather_single
 from core_rl.distributed.comm import Comm
 from core_rl.toolkit.segments import Segments
 
-__all__ = ["WHOLE", "ModelShards", "TokenSlice", "VocabularyShard"]
-
 
 @dataclass(frozen=True)
 class VocabularyShard:

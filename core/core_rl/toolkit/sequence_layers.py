@@ -35,14 +35,10 @@ def stateful_layers(trunk: nn.Module) -> dict[str, nn.Module]:
     layers: dict[str, nn.Module] = {}
     for name, module in trunk.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in layers)
-        if name and not inside and _has_state(module):
+        convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
+        if name and not inside and (convolves or any(hasattr(module, part) for part in STATE)):
             layers[name] = module
     return layers
-
-
-def _has_state(module: nn.Module) -> bool:
-    convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
-    return convolves or any(hasattr(module, name) for name in STATE)
 
 
 class StatefulLayers:

@@ -17,8 +17,6 @@ from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.parallel_context import ModelShards
 
-__all__ = ["decoder_layers", "tapped"]
-
 
 def decoder_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The layers of ``model``, or of its text model, by number from 1; raises `UnsupportedCapability` without any."""

@@ -330,9 +330,7 @@ class ReceivedWeights:
         require_base(self.base, self._present)
 
     def next_message(self) -> tuple[Any, ...]:
-        """The sender's next message."""
         return receive_message(self._channel, "sender")
 
     def reply(self, kind: Kind, *fields: object) -> None:
-        """Send a message to the sender."""
         send_message(self._channel, kind, *fields)

@@ -8,8 +8,6 @@ from core_rl.weight_sync.distributed import DistributedUpdate
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.tensor import TensorUpdate
 
-__all__ = ["weight_update"]
-
 
 def weight_update(
     meta: WeightUpdateMeta, adapter: AdapterMetadata | None = None, base: DeltaBase | None = None

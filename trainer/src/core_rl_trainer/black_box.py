@@ -138,7 +138,6 @@ class BlackBoxTrainer:
         return self.group.named_tensors("master")
 
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
         optimizer = self.group.config.optimizer
         assert optimizer is not None
         return learning_rate(optimizer, self.group.progress.lr_steps, schedule_length(optimizer, self._steps))
@@ -157,7 +156,6 @@ class BlackBoxTrainer:
         return [order[start : start + batch_size] for start in range(0, count, batch_size)]
 
     def close(self) -> None:
-        """End the ranks."""
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -64,7 +64,6 @@ class FSDPConfig(TrainEngineConfig):
 
     @property
     def recomputes(self) -> bool:
-        """Value of `options.gradient_checkpointing`."""
         return self.options.gradient_checkpointing
 
     @property

@@ -226,7 +226,9 @@ class FSDPBackend(HFBackend[FSDPConfig]):
         elif context.config.dtype == "bfloat16" and unloaded is not None:
             unloaded.hold_frozen_as_in_files()
         if options.gradient_checkpointing:
-            _recompute_activations(model)
+            # The name that transformers 5 has for it; its first versions know the old one only.
+            old = model.gradient_checkpointing_enable
+            getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
         self.packed = PackedModel(model, model_config.head, self._meshes.shards)
         if unloaded is None:
             self.packed.to(context.device)
@@ -309,9 +311,3 @@ def _hold(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if not is_float32_head(checkpoint_name(name)):
             parameter.data = parameter.data.to(dtype)
-
-
-def _recompute_activations(model: PreTrainedModel) -> None:
-    """Under the name that transformers 5 has for it; its first versions know the old one only."""
-    old = model.gradient_checkpointing_enable
-    getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})

@@ -88,7 +88,6 @@ class Meshes:
 
     @property
     def tensor(self) -> DeviceMesh:
-        """The tensor parallel ranks."""
         return self.weights[self._name(TENSOR)]
 
     @cached_property

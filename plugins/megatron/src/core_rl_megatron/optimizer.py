@@ -85,7 +85,6 @@ class ShardedOptimizer:
         return None if owned is None else FlatRange(owned.values(kind), owned.start)
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()

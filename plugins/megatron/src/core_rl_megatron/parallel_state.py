@@ -157,7 +157,6 @@ class MegatronRngState:
         self.states: dict[str, Tensor] = tracker.get_states()
 
     def load(self, states: Mapping[str, Tensor]) -> None:
-        """Set this engine's states from ``states``."""
         self.states |= {name: states[name] for name in self.states if name in states}
 
     @contextmanager

@@ -33,6 +33,11 @@ FAMILIES: dict[str, dict[str, bool]] = {
 """Fields of Megatron's config by ``model_type``. Others need a table of names in `core_rl_megatron.naming` as well."""
 HYBRIDS = frozenset({"qwen3_5_text", "qwen3_next"})
 """Families with Gated DeltaNet in some layers, norms around 1 and a part of each head rotated."""
+DELTA_NET = (
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads",
+)  # fmt: skip
+"""Sizes of Gated DeltaNet, under the same names in both configs."""
 BY_KEY_HEAD = frozenset({"qwen3_next"})
 """Families whose files have the projections of Gated DeltaNet key head by key head."""
 GRIDS = frozenset({"qwen2_5_vl_text", "qwen3_vl_text"})
@@ -208,20 +213,10 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         transformer_impl=options.transformer_impl,
         **no_cuda_graphs(),
         **family,
-        **(_linear_attention(model) if is_hybrid(model) else {}),
+        **({name: getattr(model, name) for name in DELTA_NET} if is_hybrid(model) else {}),
         **RECOMPUTE[options.recompute],
         **(_experts(model) if getattr(model, "num_experts", None) else {}),
     )
-
-
-def _linear_attention(model: PretrainedConfig) -> dict[str, int]:
-    return {
-        "linear_conv_kernel_dim": model.linear_conv_kernel_dim,
-        "linear_key_head_dim": model.linear_key_head_dim,
-        "linear_value_head_dim": model.linear_value_head_dim,
-        "linear_num_key_heads": model.linear_num_key_heads,
-        "linear_num_value_heads": model.linear_num_value_heads,
-    }
 
 
 def _experts(model: PretrainedConfig) -> dict[str, Any]:

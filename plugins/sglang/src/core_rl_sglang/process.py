@@ -191,7 +191,7 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
             "or give it another name with a link"
         )
     context_length, options = model.limits.context_length, config.options
-    values = {
+    values: dict[str, object] = {
         "--model-path": model.path,
         "--host": options.host,
         "--port": port,
@@ -201,9 +201,12 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
         "--random-seed": config.seed,
         "--max-total-tokens": options.max_total_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None),
         "--max-running-requests": options.max_running_requests,
-        **(_device_arguments(config) if device == "cuda" else {}),
         "--context-length": None if context_length is None else context_length + CONTEXT_MARGIN,
     }
+    if device == "cuda":
+        first, *rest = config.devices  # of this server alone, in equal steps
+        steps = {"--base-gpu-id": first, "--gpu-id-step": rest[0] - first if rest else None}
+        values |= {**steps, "--mem-fraction-static": options.memory_fraction}
     arguments = [part for name, value in values.items() if value is not None for part in (name, str(value))]
     # Requests and responses are token ids, and the first requests are the warm-up.
     arguments += ["--skip-tokenizer-init", "--skip-server-warmup"]
@@ -215,16 +218,6 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
     if isinstance(model.adapter, SglangAdapterForm):
         arguments += model.adapter.arguments(device)
     return [*arguments, *options.extra_args]
-
-
-def _device_arguments(config: SglangConfig) -> dict[str, int | float | None]:
-    """Arguments of a server on ``config.devices``, which are its own, and rise in equal steps."""
-    first, *rest = config.devices
-    return {
-        "--base-gpu-id": first,
-        "--gpu-id-step": rest[0] - first if rest else None,
-        "--mem-fraction-static": config.options.memory_fraction,
-    }
 
 
 def _shared_cores(ranks: int) -> str:

@@ -134,7 +134,9 @@ class VllmBackend(ServerBackend[VllmConfig]):
             # Compiling one kernel of the sampler takes longer than it will ever save.
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
         else:
-            environment["CUDA_VISIBLE_DEVICES"] = visible_devices(config.devices, _gpu_names())
+            every = ",".join(map(str, range(torch.cuda.device_count())))
+            names = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+            environment["CUDA_VISIBLE_DEVICES"] = visible_devices(config.devices, names)
         arguments = arguments_of(config, model, port, device)
         return ServerProcess(
             config,
@@ -182,12 +184,6 @@ def cpu_cache_bytes(config: PretrainedConfig, context_length: int, itemsize: int
     heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token: int = 2 * text.num_hidden_layers * heads * head_size(text) * itemsize
     return max(CPU_CACHE_BYTES, (context_length // CPU_BLOCK + 2) * CPU_BLOCK * token)
-
-
-def _gpu_names() -> list[str]:
-    """The GPUs of this process, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return list(map(str, range(torch.cuda.device_count()))) if visible is None else visible.split(",")
 
 
 def visible_devices(devices: Sequence[int], names: Sequence[str]) -> str:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from core_rl_trainer.plan.report import PlanReport
 
 
 def train(
@@ -43,8 +40,14 @@ def train(
     loaded = load_recipe(recipe, overrides or [])
     if dry_run:
         from core_rl_trainer.api import report_loaded
+        from core_rl_trainer.cli.plan import print_plan
 
-        _print_plan(report_loaded(loaded), loaded.model_dump(mode="json"), as_json)
+        report = report_loaded(loaded)
+        if as_json:
+            values = {"recipe": loaded.model_dump(mode="json"), "plan": asdict(report)}
+            typer.echo(json.dumps(values, indent=2))
+        else:
+            print_plan(report)
         return
 
     from core_rl.errors import SIGNAL_BASE, ExitCode
@@ -71,14 +74,3 @@ def _print_end(reason: str, directory: Path, *, fresh: bool) -> None:
     from core_rl_trainer.run.run_directory import resume_hint
 
     typer.secho(f"{reason}; {resume_hint(directory, fresh)}", err=True)
-
-
-def _print_plan(report: PlanReport, recipe: Mapping[str, Any], as_json: bool) -> None:
-    import dataclasses
-
-    from core_rl_trainer.cli.plan import print_plan
-
-    if as_json:
-        typer.echo(json.dumps({"recipe": recipe, "plan": dataclasses.asdict(report)}, indent=2))
-    else:
-        print_plan(report)

@@ -11,8 +11,6 @@ from pydantic import BeforeValidator, Field, field_serializer, field_validator, 
 from core_rl.config.base import Config
 from core_rl.config.paths import HubPath
 
-__all__ = ["DataSection", "DataSource", "Sources"]
-
 
 class DataSource(Config):
     """A file, a directory, or a dataset of the Hugging Face Hub."""

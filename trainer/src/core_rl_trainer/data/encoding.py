@@ -175,7 +175,9 @@ def encode_chat(
         ids, mask = sequences.pop() if ids and start[: len(ids)] == ids else ([], [])
         mask = [*mask, *[False] * (len(start) - len(ids)), *[n < trained for n in range(len(turn))]]
         sequences.append(([*start, *turn], mask))
-    return [_without_tail(ids, mask) for ids, mask in sequences]
+    # Each up to its last trained token.
+    lengths = [len(mask) - mask[::-1].index(True) for _, mask in sequences]
+    return [(ids[:size], mask[:size]) for (ids, mask), size in zip(sequences, lengths, strict=True)]
 
 
 def ended_ids(chat_format: ChatFormat, messages: Sequence[Message], example: Mapping[str, Any]) -> list[int]:
@@ -333,12 +335,6 @@ def _end_in(chat_format: ChatFormat, turn: list[int], text: str) -> int:
     last = max((number + 1 for number, token in enumerate(turn) if token in chat_format.closing), default=0)
     rest = squeezed(str(chat_format.tokenizer.decode(turn[last:])))
     return 0 if rest and squeezed(text).endswith(rest) else last
-
-
-def _without_tail(ids: list[int], mask: list[bool]) -> Encoded:
-    """A sequence up to its last trained token."""
-    length = len(mask) - mask[::-1].index(True)
-    return ids[:length], mask[:length]
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase) -> int:

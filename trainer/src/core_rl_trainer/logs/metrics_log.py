@@ -62,7 +62,6 @@ class StepLog:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -181,7 +180,6 @@ class MetricsLog(StepLog):
             board.write(row)
 
     def close(self) -> None:
-        """Close the file and the boards."""
         super().close()
         for board in self._boards:
             board.close()

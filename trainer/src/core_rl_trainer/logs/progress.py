@@ -89,7 +89,6 @@ class TrainingProgress(Progress):
         self.reset(self._task, description="training", completed=self._done)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of ``step``."""
         headline = f"{_headline(metrics)}  {metrics['tokens_per_s']:,.0f} tokens/s"
         self.update(self._task, completed=step, headline=headline)
         is_first = step - self._done <= FIRST

@@ -99,11 +99,12 @@ class RunIdentity:
             for number, source in enumerate(getattr(recipe.data, field) or ())
             if (paths := list(data_files((source,))))  # local files or directories
         }
-        values = recipe.model_dump(mode="json", exclude={"fresh"})
+        processors = [Path(recipe.model.path) / name for name in PROCESSORS if recipe.model.vision]
+        files |= {f"model.path/{file.name}": _sha256(file) for file in processors if file.is_file()}
         return RunIdentity(
-            recipe=values,
+            recipe=recipe.model_dump(mode="json", exclude={"fresh"}),
             schedule_steps=recipe.steps,
-            data={**files, **digests, **_processor_digests(recipe.model)},
+            data={**files, **digests},
             files=dict(_model_digests(recipe.model)),
         )
 
@@ -208,12 +209,6 @@ def _model_digests(model: ModelSection) -> Iterator[tuple[str, str]]:
     if model.lora is not None and model.lora.path is not None:
         for file in sorted(Path(model.lora.path).glob("adapter_*")):
             yield f"model.lora.path/{file.name}", _sha256(file)
-
-
-def _processor_digests(model: ModelSection) -> dict[str, str]:
-    """Digests of the settings that images are read with."""
-    files = [Path(model.path) / name for name in PROCESSORS if model.vision]
-    return {f"model.path/{file.name}": _sha256(file) for file in files if file.is_file()}
 
 
 def _sources_numbered(recipe: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:

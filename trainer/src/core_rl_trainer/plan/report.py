@@ -36,7 +36,7 @@ from core_rl.config.engine import EngineConfig, TrainEngineConfig
 from core_rl.toolkit.footprint import Footprint, footprint_of
 from core_rl.toolkit.token_logprobs import GROUP_ROWS, KEEP_BYTES, chunk_rows
 from core_rl_trainer.data.training_data import DataSummary
-from core_rl_trainer.plan.run_plan import EnginePlan, RunPlan, Schedule, Workload
+from core_rl_trainer.plan.run_plan import EnginePlan, RunPlan, Workload
 from core_rl_trainer.plan.slots import describe_slots
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -120,22 +120,21 @@ class PlanReport:
 def report_plan(plan: RunPlan) -> PlanReport:
     """The report of ``plan``. Models are counted, not built; nothing is started."""
     recipe, workload, schedule = plan.recipe, plan.workload, plan.schedule
+    steps, every = schedule.steps, schedule.eval_every or schedule.steps
     sequences = workload.examples_per_step * workload.sequences_per_example
     return PlanReport(
         algorithm=plan.algorithm.type,
         output_dir=str(plan.files.directory),
-        steps=schedule.steps,
+        steps=steps,
         workload=workload,
         data=plan.data_summary,
         end_tokens=plan.end_tokens,
-        passes=schedule.steps * workload.examples_per_step / workload.examples,
+        passes=steps * workload.examples_per_step / workload.examples,
         sequences_per_step=sequences,
         tokens_per_step=sequences * workload.longest,
         micro_batch_tokens=recipe.micro_batch_tokens,
-        evaluations=_evaluations(schedule) if workload.held_out else 0,
-        checkpoints=len(
-            {schedule.steps, *range(schedule.save_every, schedule.steps + 1, schedule.save_every)}
-        ),
+        evaluations=len({0, steps, *range(every, steps + 1, every)}) if workload.held_out else 0,
+        checkpoints=len({steps, *range(schedule.save_every, steps + 1, schedule.save_every)}),
         off_policyness=recipe.rollout.max_head_offpolicyness,
         colocated=recipe.colocated,
         cluster=str(plan.cluster),
@@ -145,11 +144,6 @@ def report_plan(plan: RunPlan) -> PlanReport:
         ),
         remarks=plan.remarks,
     )
-
-
-def _evaluations(schedule: Schedule) -> int:
-    every = schedule.eval_every or schedule.steps
-    return len({0, schedule.steps, *range(every, schedule.steps + 1, every)})
 
 
 def _role(

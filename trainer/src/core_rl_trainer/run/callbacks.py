@@ -68,7 +68,6 @@ class Callbacks:
                 logger.warning("%s", second)
 
     def step_end(self, step: int, metrics: dict[str, float]) -> None:
-        """Send `StepEnd`."""
         self._send(StepEnd(recipe=self.recipe, step=step, metrics=MappingProxyType(metrics)))
 
     def evaluation_end(self, step: int, metrics: dict[str, float]) -> None:
@@ -77,11 +76,9 @@ class Callbacks:
             self._send(EvaluationEnd(recipe=self.recipe, step=step, metrics=MappingProxyType(metrics)))
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
-        """Send `CheckpointSaved`."""
         self._send(CheckpointSaved(recipe=self.recipe, step=step, path=path))
 
     def run_end(self, result: dict[str, Any]) -> None:
-        """Send `RunEnd`."""
         self._send(RunEnd(recipe=self.recipe, step=result["steps"], result=MappingProxyType(result)))
 
     def _send(self, event: Event) -> None:

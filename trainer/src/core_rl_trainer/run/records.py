@@ -44,7 +44,6 @@ class RunRecords:
         self._metrics.close()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of ``step``."""
         self._metrics.write(step, metrics)
 
     def add_samples(self, step: int, samples: Sequence[TextSample]) -> None:

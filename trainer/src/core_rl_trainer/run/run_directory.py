@@ -193,12 +193,10 @@ class RunDirectory:
         self._write(STATUS, json.dumps(values, indent=2) + "\n")
 
     def add_restart(self, row: Mapping[str, Any]) -> None:
-        """Record a restart of the run."""
         with (self.path / RESTARTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(row)) + "\n")
 
     def restarts(self) -> list[dict[str, Any]]:
-        """The restarts of the run, in their order."""
         return read_steps(self.path / RESTARTS)
 
     def finish(self, result: dict[str, Any]) -> None:

@@ -102,11 +102,9 @@ class SupervisedLearner(Learner):
                 temporary.replace(path)
 
     def batch(self, step: int) -> SequenceBatch:
-        """The next examples."""
         return self._batch("train", next(self.batches))
 
     def update(self, batch: SequenceBatch, step: int) -> dict[str, float]:
-        """One update; its metrics."""
         metrics = self.interface.train_step(self.engine, batch, self.mb_spec)
         self.engine.lr_scheduler_step()
         return metrics

@@ -125,7 +125,6 @@ class BucketTransferEngine(WeightTransferEngine[Join, Bucket]):  # type: ignore[
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Bucket) -> None:
-        """Load one bucket."""
         if update_info.handle or update_info.opening:
             flat = _shared(update_info) if update_info.handle else _on_gpu(update_info)
             self.model.load_weights(_views(flat, update_info))
@@ -143,7 +142,6 @@ class BucketTransferEngine(WeightTransferEngine[Join, Bucket]):  # type: ignore[
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the group."""
         group, self.group = self.group, None
         if group is not None:
             group.leave()
