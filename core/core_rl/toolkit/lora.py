@@ -198,7 +198,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     layers = {name for name in layers if not _names_parameters(model, name)}
     linear = [name for name in names if name.rpartition(".")[2] in layers]
     if config.target_modules == "all-linear":
-        part = getattr(model.base_model, "language_model", model.base_model)  # next to a vision tower
+        part = getattr(model.base_model, "language_model", None) or model.base_model  # next to a vision tower
         text = {id(module) for module in part.modules()}
         return [name for name in linear if id(model.get_submodule(name)) in text]
     idle = [target for target in config.target_modules if not any(_matches(name, target) for name in linear)]
