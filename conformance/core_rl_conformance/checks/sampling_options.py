@@ -41,7 +41,7 @@ REQUESTS, AGAIN = 12, 3
 THREES = 3
 OWN_MARGIN = 0.05
 """Rounding between two passes of one engine, in log-probs."""
-TOKENS = 12
+TOKENS, HOT = 12, 1.7
 VALUES: Mapping[str, Mapping[str, Any]] = {
     "temperature": {"1": 1.0, "0": 0.0, "0.6": 0.6, "1.7": 1.7},
     "top_k": {"none": None, "1": 1, "5": 5},
@@ -173,7 +173,8 @@ def _verify_array(subject: EngineUnderTest, strength: int) -> None:
     base = subject.model()
     if len(declared["stop"]) > 1:
         write_texts(subject.expected.models.directory(base), base.vocab_size)
-    array = _Array(subject=subject, engine=subject.serve(base), prompts=Prompts.of(subject))
+    engine, prompts = subject.serve(base), Prompts.of(subject)
+    array = _Array(subject=subject, engine=engine, prompts=prompts, has_seeds=_has_seeds(engine, prompts))
     effective = {name: [v for v in values if (name, v) not in MASKS] for name, values in declared.items()}
     usual = {name: values[0] for name, values in declared.items()}
     # Requests that differ in a single option share a batch, if any do.
@@ -185,6 +186,14 @@ def _verify_array(subject: EngineUnderTest, strength: int) -> None:
         raise (array.failure([smaller]) or failure)[1]
 
 
+def _has_seeds(engine: InferenceEngine, prompts: Prompts) -> bool:
+    """Whether a request with a seed has the same answer twice, alone: an engine may ignore seeds."""
+    sampling = replace(ONE, max_new_tokens=TOKENS, temperature=HOT, seed=1)
+    request = LLMRequest(input_ids=prompts.undecided()[0][0], sampling=sampling)
+    first, second = (_ask(engine, [request])[0] for _ in range(2))
+    return first is not None and second is not None and first.output_ids == second.output_ids
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Array:
     """The engine, and prompts for combinations of options."""
@@ -192,6 +201,7 @@ class _Array:
     subject: EngineUnderTest
     engine: InferenceEngine
     prompts: Prompts
+    has_seeds: bool
 
     def failure(self, combinations: Sequence[Combination]) -> tuple[Combination, AssertionError] | None:
         """The first of ``combinations`` that fails, with its error; all are in flight together."""
@@ -205,7 +215,6 @@ class _Array:
         ]
         crowd = iter(ask(self.engine, [request for row in served for request in row.requests]))
         answered = [replace(row, crowd=list(islice(crowd, REQUESTS))) for row in served]
-        has_seeds = any(row.reproduced for row in answered)
         tolerances: dict[float, Tolerance] = {}
         for row in answered:
             temperature = row.sampling.logprob_temperature
@@ -214,7 +223,7 @@ class _Array:
                 expected = expected_of(self.subject, self.subject.model(), alike[: 4 * REQUESTS], temperature)
                 tolerances[temperature] = expected.tolerance
             try:
-                row.verify(self.subject, tolerances[temperature], has_seeds)
+                row.verify(self.subject, tolerances[temperature], self.has_seeds)
             except AssertionError as error:
                 return row.options, error
         return None
@@ -281,13 +290,6 @@ class _Row:
     @property
     def all(self) -> list[LLMResponse]:
         return [*self.crowd, *self.again]
-
-    @property
-    def reproduced(self) -> int:
-        """Requests with a seed that had the same answer both times."""
-        seeded = self.requests[0].sampling.seed is not None
-        pairs = zip(self.crowd[-AGAIN:], self.again, strict=True)
-        return sum(left.output_ids == right.output_ids for left, right in pairs) * seeded
 
     def verify(self, subject: EngineUnderTest, tolerance: Tolerance, has_seeds: bool) -> None:
         """Require the ends, draws and log-probs that the contract defines."""

@@ -14,6 +14,7 @@ from mutants.attack import attack, fits, other_checks, partner_of
 from mutants.bases import Packed, Replicated
 from mutants.images import QWEN, VISION, PackedByPositions
 from mutants.interruptions import SERVING, Served
+from mutants.rollout_draws import IgnoresSeeds
 from mutants.shared_prefixes import SHARED, Sharing
 from mutants.zoo import DP1, DP2, C, Mutant, make_engine, mutants_of, run_check, spec_of
 
@@ -106,6 +107,7 @@ CORRECT = {
     "packed-by-positions": (spec_of(PackedByPositions, declared=VISION), DP2, QWEN),
     "sharing": (spec_of(Sharing, declared=SHARED), DP2, "gpt2"),
     "rollout": (spec_of(ReferenceRolloutBackend), DP1, "gpt2"),
+    "without-seeds": (spec_of(IgnoresSeeds), DP1, "gpt2"),
     "served": (spec_of(Served, declared=SERVING), DP1, "gpt2"),
 }
 

@@ -32,6 +32,13 @@ class Sampling(Rescored):
         return super()._response(replace(request, sampling=self._asked[request.rid]), completion)
 
 
+class IgnoresSeeds(Sampling):
+    """A correct engine, which has no seeds, as SGLang without its deterministic inference."""
+
+    def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, seed=None)
+
+
 @Mutant(
     "I8.sampling", "a temperature that is not passed on (I8)", "at temperature (2.5|0.6).* draws; expected"
 )
