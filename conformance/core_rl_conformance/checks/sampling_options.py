@@ -41,7 +41,9 @@ REQUESTS, AGAIN = 12, 3
 THREES = 3
 OWN_MARGIN = 0.05
 """Rounding between two passes of one engine, in log-probs."""
-TOKENS, HOT = 12, 1.7
+TOKENS = 12
+HOT = 1.7
+"""A temperature at which no two answers are alike by chance."""
 VALUES: Mapping[str, Mapping[str, Any]] = {
     "temperature": {"1": 1.0, "0": 0.0, "0.6": 0.6, "1.7": 1.7},
     "top_k": {"none": None, "1": 1, "5": 5},
