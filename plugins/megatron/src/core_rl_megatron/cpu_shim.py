@@ -60,9 +60,7 @@ def install(device: torch.device) -> None:
     random = cast("Any", importlib.import_module("megatron.core.tensor_parallel.random"))
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    logging.getLogger(random.__name__).addFilter(
-        lambda record: "CPU RNG state changed" not in record.getMessage()
-    )
+    logging.getLogger(random.__name__).addFilter(_is_no_move_of_the_cpu_state)
     _replace_splits()
     # Undo `jit_fuser` (fused_bias_swiglu.py), whose first call takes 12 s of a C++ compiler on the CPU.
     fusions = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
@@ -145,6 +143,11 @@ class _CPUForCUDA(TorchFunctionMode):
         if func is Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.", 1)
         return result
+
+
+def _is_no_move_of_the_cpu_state(record: logging.LogRecord) -> bool:
+    """A function of the module: a logger takes it once, however many engines are built."""
+    return "CPU RNG state changed" not in record.getMessage()
 
 
 def _replace_splits() -> None:

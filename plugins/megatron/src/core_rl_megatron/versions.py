@@ -10,6 +10,8 @@ import importlib_metadata as metadata
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from packaging.version import Version
 
+DEPRECATED = "GPTModel IS DEPRECATED"
+
 
 def packs_delta_net() -> bool:
     """Whether Megatron's Gated DeltaNet takes packed sequences; before 0.18 it raises for them."""
@@ -36,6 +38,8 @@ def forget_reduction(bucket_group: Any) -> None:
 
 def hide_deprecations() -> None:
     """Drop the warning that 0.19 logs for each `GPTModel`, whose layers and embeddings the engine builds on."""
-    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
-        lambda record: "GPTModel IS DEPRECATED" not in record.getMessage()
-    )
+    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_is_no_deprecation)
+
+
+def _is_no_deprecation(record: logging.LogRecord) -> bool:
+    return DEPRECATED not in record.getMessage()
