@@ -41,7 +41,7 @@ HEADS: Mapping[str, tuple[Head, CheckLoss, tuple[OutputName, ...]]] = {
 SEQUENCES = {"one token": 0, "1": 1, "2": 2, "64": 64, "65": 65}
 CUTS = {
     "none": ONE_PASS,
-    "in 40": MicroBatchSpec(count=40),
+    "in 12": MicroBatchSpec(count=12),
     "by a budget": MicroBatchSpec(max_tokens=48),
     "none, shared prefixes": MicroBatchSpec(count=1, share_prefixes=True),
     "by a budget, shared prefixes": MicroBatchSpec(max_tokens=48, share_prefixes=True),

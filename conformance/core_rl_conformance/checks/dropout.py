@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
-from core_rl.config.engine import Head
 from core_rl.data.micro_batch import shard_plan
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.checks.optimizer import HEADS
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedGradients, Snapshot
 from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.data import Ragged, ragged
-from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import DropoutPlace, TinyModel, dropout_fields
 from core_rl_conformance.procedures.adapters import adapter_of, start, written
@@ -29,6 +29,8 @@ from core_rl_conformance.profile import DENSE
 
 LOSS = TokenMeanLoss()
 PASSES = 16
+HEAD_PASSES = 3
+"""A quarter of a head's inputs would be dropped in each."""
 LENGTHS = (2, 40)
 """Lengths of the sequences of a pass, in turns."""
 PLACES: dict[DropoutPlace, re.Pattern[str]] = {
@@ -121,12 +123,8 @@ def each_place_drops_at_its_rate(subject: EngineUnderTest) -> None:
         group = subject.start(model, optimizer={"lr": 0.0})
         kept = [_kept_numbers(subject, group, model, place, rank) for rank in range(subject.layout.dp)]
         verify_rate_and_ranks(subject, f"with {field} = {RATE:g}, a number at the {place}", kept)
-    heads: Sequence[tuple[Capability, Head, CheckLoss]] = (
-        (Capability.VALUE_HEAD, "value", ValueLoss()),
-        (Capability.REWARD_HEAD, "reward", RewardLoss()),
-    )
-    for capability, head, loss in heads:
-        if subject.spec.supports(capability):
+    for head, needed, loss in HEADS:
+        if subject.spec.supports(needed):
             _verify_head(subject, replace(model, head=head), loss)
 
 
@@ -135,7 +133,7 @@ def _verify_head(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss) ->
     group = subject.start(model, optimizer={"lr": 0.0})
     (row,) = ragged(model.vocab_size, subject.case.seed, (2,)).rows
     data = Ragged((replace(row, mask=(False, True)),))
-    for _ in range(PASSES):
+    for _ in range(HEAD_PASSES):
         group.forward_backward(data.batch(), loss.spec(), ONE_PASS)
         dropped = int(group.named_tensors("grads")["score.weight"].eq(0).sum())
         group.optimizer_zero_grad()

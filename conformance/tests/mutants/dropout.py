@@ -272,9 +272,8 @@ class AdapterAtAnotherRate(Packed):
 
     def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
         super().adopt(model, context, optimizer)
-        for name, module in model.named_modules():
-            if ".lora_dropout." in name and isinstance(module, nn.Dropout) and module.p > 0:
-                module.p = 0.1
+        for dropout in _dropout_of_adapter(model):
+            dropout.p = 0.1
 
 
 @Mutant(
@@ -285,9 +284,8 @@ class AdapterNotScaled(Packed):
 
     def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
         super().adopt(model, context, optimizer)
-        for name, module in model.named_modules():
-            if ".lora_dropout." in name and isinstance(module, nn.Dropout):
-                module.register_forward_hook(_unscaled)
+        for dropout in _dropout_of_adapter(model):
+            dropout.register_forward_hook(_unscaled)
 
 
 @Mutant("I9.adapter-dropout-masks", "a mask for each micro-batch", "are dropped at all 40 tokens")
@@ -296,9 +294,8 @@ class AdapterHasOneMaskForAllTokens(Packed):
 
     def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
         super().adopt(model, context, optimizer)
-        for name, module in model.named_modules():
-            if ".lora_dropout." in name and isinstance(module, nn.Dropout):
-                module.register_forward_hook(_one_mask)
+        for dropout in _dropout_of_adapter(model):
+            dropout.register_forward_hook(_one_mask)
 
 
 def _one_mask(module: nn.Dropout, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
@@ -322,6 +319,10 @@ class ScalarHeadHasDropout(Packed):
         )
         hidden = output.last_hidden_state
         output.last_hidden_state = nn.functional.dropout(hidden, rate, self.model.training)
+
+
+def _dropout_of_adapter(model: nn.Module) -> list[nn.Dropout]:
+    return [m for name, m in model.named_modules() if ".lora_dropout." in name and isinstance(m, nn.Dropout)]
 
 
 def _unscaled(module: nn.Dropout, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -378,10 +379,8 @@ class AdapterDropsMoreOfLongPasses(_LongPasses):
     """So is that of an adapter."""
 
     def scale(self, factor: float) -> None:
-        for module in self.model.modules():
-            for dropout in getattr(module, "lora_dropout", {}).values():
-                if isinstance(dropout, nn.Dropout):
-                    dropout.p *= factor
+        for dropout in _dropout_of_adapter(self.model):
+            dropout.p *= factor
 
 
 @Mutant("I9.dropout-masks", "a seed without effect", "the masks are again those in the first training pass")
