@@ -23,7 +23,7 @@ from core_rl_conformance.case import Target
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.given_data import read_sequences
 from core_rl_conformance.given_model import GivenModel, read_given
-from core_rl_conformance.hints.diagnose import LOOKS_LIKE
+from core_rl_conformance.hints.tokens import LOOKS_LIKE
 from core_rl_conformance.outcomes import CaseRecord, Outcome, Record
 from core_rl_conformance.report.files import read_report, write_text
 from core_rl_conformance.report.html import render

@@ -9,6 +9,8 @@ from pathlib import Path
 from threading import Event, Thread
 from unittest import mock
 
+import torch
+
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.checkpoint import background
 from core_rl.config.capability import Capability
@@ -261,14 +263,17 @@ def a_save_in_the_background_is_a_snapshot(subject: EngineUnderTest) -> None:
     state = {}
     for number, name in enumerate(moving.formats(subject)):
         group.set_version(7 + number)
-        state[name] = (moving.state(group), group.progress)
-        later = replace(moving.meta(subject.directory(name), name), asynchronous=True)
-        group.run(_save_and_train, later, [subject.data(seed=seed).batch() for seed in (2, 3)])
+        expected, progress = moving.state(group), group.progress
+        background_save = replace(moving.meta(subject.directory(name), name), asynchronous=True)
+        group.run(_save_and_train, background_save, [subject.data(seed=seed).batch() for seed in (2, 3)])
         group.wait_for_saves()
+        state[name] = (expected, progress, group.named_tensors("master"))
     group = moving.start(subject, moving.elsewhere(model))
-    for name, (expected, progress) in state.items():
+    for name, (expected, progress, later) in state.items():
         group.load(moving.meta(subject.directory(name), name))
         label = f"loaded from a {name!r} checkpoint that was saved in the background"
+        is_live = all(torch.equal(value, later[key]) for key, value in group.named_tensors("master").items())
+        subject.require(not is_live, f"weights {label} are those after the next steps: it holds no copies")
         moving.verify_state(subject, label, group, expected, progress)
 
 

@@ -19,7 +19,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.diagnose import LOOKS_LIKE
+from core_rl_conformance.hints.tokens import LOOKS_LIKE
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising, most_surprising_bet
 from core_rl_conformance.procedures.serving import (

@@ -22,7 +22,8 @@ from core_rl.errors import UnsupportedCapability
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.sampling import DRAWS, ONE, Prompts, end_of, verify_first_tokens, write_texts
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.diagnose import LOOKS_LIKE, compare_tokens, explain_tokens
+from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
+from core_rl_conformance.hints.tokens import LOOKS_LIKE
 from core_rl_conformance.inputs.covering import PAIRS, Combination, covering_array, shrink
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising_bet
 from core_rl_conformance.procedures.serving import (

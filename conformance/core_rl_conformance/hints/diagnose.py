@@ -10,13 +10,12 @@ from torch import Tensor
 
 from core_rl_conformance.hints.tensor_shapes import Named, named_hints
 from core_rl_conformance.hints.token_shapes import token_hints
-from core_rl_conformance.hints.tokens import Places, Tokens, named_factor
+from core_rl_conformance.hints.tokens import LOOKS_LIKE, Places, Tokens, named_factor
 from core_rl_oracle.oracle import Gradients
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 NEAR = 3.0
 """Times the limit."""
-LOOKS_LIKE = "it looks like: "
 UNKNOWN = "no known cause fits these values"
 Explain = Callable[[], str | None]
 """Finds out what explains a difference, where that needs more than the values; asked only about wrong ones."""

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from core_rl.toolkit.attention import head_size
 from core_rl_conformance.hints.diagnose import EXPLAINED, UNEXPLAINED, Finding, compare_named
 from core_rl_conformance.hints.tensor_shapes import KINDS, LAYER, RANKS
+from core_rl_conformance.hints.tokens import LOOKS_LIKE
 from core_rl_oracle.oracle import AdamW, OptimizerState, OracleSequence, Schedule, ScheduleFromZero, grad_norm
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
@@ -90,7 +91,7 @@ def compare_steps(
         )
 
     mistakes = (sentence for sentence, mistaken in _mistakes(steps, ranks) if fits(mistaken.state()))
-    guess = next((f"it looks like: {sentence}" for sentence in mistakes), None)
+    guess = next((LOOKS_LIKE + sentence for sentence in mistakes), None)
     problems = [str(finding.problem) for finding in wrong.values()]
     problem = "\n".join(filter(None, (f"{label}: {verdict}", *problems, guess)))
     known = guess is not None or any(finding.names_cause for finding in wrong.values())

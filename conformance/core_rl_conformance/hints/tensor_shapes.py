@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.tokens import constant_factor, show_factor
+from core_rl_conformance.hints.tokens import LOOKS_LIKE, constant_factor, show_factor
 from core_rl_oracle.tolerance import Tolerance
 
 LAYER = re.compile(r"\.(\d+)\.")
@@ -59,7 +59,7 @@ def named_hints(comparison: Named, since: Mapping[str, Tensor] | None = None) ->
     value = next((sentence for shape in (*VALUES, _rounded) if (sentence := shape(comparison))), None)
     if changed and since is not None:
         value = f"in the change, {changed}"
-    hints = [] if value is None else [f"it looks like: {value}"]
+    hints = [] if value is None else [LOOKS_LIKE + value]
     wrong, everything = set(comparison.wrong), set(comparison.expected)
     sets = [part for shape in SETS for part in shape(comparison) if wrong <= part[1] and part[1] < everything]
     sets = [part for part in sets if 2 * len(wrong) >= len(part[1])]
@@ -96,8 +96,11 @@ def _not_finite(comparison: Named) -> str | None:
 
 
 def _zero(comparison: Named) -> str | None:
-    zero = not any(bool(comparison.got[name].any()) for name in comparison.wrong)
-    return f"all zero ({len(comparison.wrong)} of {len(comparison.expected)})" if zero else None
+    """All of the wrong tensors, or some, where others are wrong because nothing flows back through these."""
+    zero = [name for name in comparison.wrong if not bool(comparison.got[name].any())]
+    if len(zero) == len(comparison.wrong):
+        return f"all zero ({len(zero)} of {len(comparison.expected)})"
+    return f"nothing reaches {', '.join(zero[:3])}{', ...' * (len(zero) > 3)}: all zero" if zero else None
 
 
 def _multiplied(comparison: Named) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.tokens import Tokens, constant_factor, show_factor
+from core_rl_conformance.hints.tokens import LOOKS_LIKE, Tokens, constant_factor, show_factor
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 Place = tuple[str, Tensor]
@@ -144,10 +144,11 @@ def _by_size(tokens: Tokens) -> Iterator[Place]:
     for order, label in ((places.number, "sequences"), (places.order, "tokens")):
         low = int(order[wrong].min())
         if low >= SMALLEST_BUFFER:
-            yield f"only {label} from number {low} of a pass on are wrong", order >= low
+            yield f"{LOOKS_LIKE}a limit: only {label} from number {low} of a pass on are wrong", order >= low
     for most in (2**16 - 1, 2**15 - 1):
         seen = _seen_before(places.ids > most, tokens)
-        yield f"only tokens after an id above {most:,} in their sequence are wrong", seen
+        sentence = f"only tokens after an id above {most:,} in their sequence are wrong"
+        yield f"{LOOKS_LIKE}ids of 16 bits: {sentence}", seen
 
 
 def _by_rank(tokens: Tokens) -> Iterator[Place]:
@@ -201,7 +202,7 @@ def token_hints(tokens: Tokens, explained: Sequence[str] = ()) -> list[str]:
     if int(tokens.wrong.sum()) < 2:
         return list(explained)
     value = None if explained else next((text for shape in VALUES if (text := shape(tokens))), None)
-    hints = list(explained) if value is None else [f"it looks like: {value}"]
+    hints = list(explained) if value is None else [LOOKS_LIKE + value]
     matching = [part for shape in PLACES for part in shape(tokens) if _explains(part[1], tokens)]
     if matching:
         hints.append(min(matching, key=lambda part: int(part[1].sum()))[0])
@@ -320,12 +321,10 @@ def _small(tokens: Tokens) -> str | None:
     difference = (tokens.got - tokens.expected)[tokens.wrong]
     by_chance = 3 * float(difference.std()) / difference.numel() ** 0.5
     rounding = abs(float(difference.mean())) <= by_chance
-    ways = (
-        "in both directions alike, as by rounding to a smaller dtype"
-        if rounding
-        else "mostly in one direction"
+    text = f"errors are everywhere and small, {share:.1e} of the largest value at most"
+    return (
+        f"{LOOKS_LIKE}rounding to a smaller dtype: {text}" if rounding else f"{text}, mostly in one direction"
     )
-    return f"errors are everywhere and small, {share:.1e} of the largest value at most, {ways}"
 
 
 def _errors(tokens: Tokens) -> Tensor:

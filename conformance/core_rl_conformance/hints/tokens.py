@@ -15,6 +15,8 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches, shard_plan
 from core_rl_oracle.tolerance import Tolerance
 
+LOOKS_LIKE = "it looks like: "
+"""Begins a line that names a cause."""
 LARGEST_PART = 64
 """Fractions are recognized up to this numerator and denominator."""
 PLAUSIBLE_PART = 8

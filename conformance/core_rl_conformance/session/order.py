@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core_rl_conformance.catalogue import Check
-from core_rl_conformance.hints.diagnose import LOOKS_LIKE
+from core_rl_conformance.hints.tokens import LOOKS_LIKE
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 
 BASICS = {

@@ -320,20 +320,14 @@ class _SavesByReference(Persistence):
         )
 
 
-@Mutant(
-    "I11.asynchronous", "a snapshot by reference", "'sharded' checkpoint that was saved in the background"
-)
+@Mutant("I11.asynchronous", "a snapshot by reference", "are those after the next steps: it holds no copies")
 class SnapshotByReference(ReferenceBackend):
     """Background writes read from the live tensors."""
 
     components = TrainComponents(persistence=_SavesByReference)
 
 
-@Mutant(
-    "I11.asynchronous",
-    "a snapshot by reference",
-    "master loaded from a 'sharded' checkpoint that was saved in the background",
-)
+@Mutant("I11.asynchronous", "a snapshot by reference", "are those after the next steps: it holds no copies")
 @inside(ReferenceBackend, "persistence")
 class WeightsByReference(_SavesByReference):
     """Moments are copied for the background, and weights are not."""
