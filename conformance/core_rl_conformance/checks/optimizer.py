@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 from core_rl.backend.meta import EngineProgress, TensorKind, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
+from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
@@ -53,12 +55,17 @@ SCHEDULES = (
 def steps_are_those_of_adamw(subject: EngineUnderTest) -> None:
     """Weights and moments after several steps match a float64 AdamW on the engine's own gradients.
 
+    One step has gradients of exactly 0, as where all advantages are: weights still decay, and moments still move them.
+
     Why: wrong decay, epsilon or bias correction, a learning rate that lags behind its schedule, optimizer
-    math in a smaller dtype, parameters that the optimizer never got (pytorch #149205).
+    math in a smaller dtype, parameters that the optimizer never got (pytorch #149205), a step that is left out
+    because its norm is 0.
     Look at: the optimizer's construction (matrices decay, norms and biases do not), ``TrainBackend.step`` and its
     ``lr``, the float32 master weights.
     """
-    _verify_steps(subject, subject.model(layers=DEEP), LOSS, STEPS)
+    rows = subject.data(PROBE).rows
+    flat = Ragged(tuple(replace(row, advantages=(0.0,) * len(row.ids)) for row in rows)).batch()
+    _verify_steps(subject, subject.model(layers=DEEP), LOSS, STEPS, flat)
 
 
 @check("I20.schedules", each="engine")
@@ -102,12 +109,18 @@ def steps_with_a_value_head_are_those_of_adamw(subject: EngineUnderTest) -> None
     _verify_steps(subject, subject.model(head="value", layers=DEEP), ValueLoss(), 3)
 
 
-def _verify_steps(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss, steps: int) -> None:
+def _verify_steps(
+    subject: EngineUnderTest, model: TinyModel, loss: CheckLoss, steps: int, flat: SequenceBatch | None = None
+) -> None:
+    """Require AdamW's ``steps``; the second has ``flat``, without a gradient, where that is given."""
     schedule = Schedule(type="cosine", warmup_steps=2, total_steps=steps + 2, min_lr_ratio=0.1)
     group = subject.start(model, optimizer=optimizer_config(DECAYING, schedule))
     shadow = Shadow.of(group, DECAYING, schedule)
     batches = [subject.data(PROBE, seed).batch() for seed in range(steps)]
-    shadow.train(subject, group, batches, loss.spec(), TWO)
+    shadow.train(subject, group, batches[:1], loss.spec(), TWO)
+    if flat is not None:
+        shadow.train(subject, group, [flat], TokenMeanLoss(entropy_coef=0.0).spec(), TWO)
+    shadow.train(subject, group, batches[1 if flat is None else 2 :], loss.spec(), TWO)
     label = f"after {steps} steps"
     shadow.verify(subject, group, label)
     verify_outputs(subject, group, model, label)

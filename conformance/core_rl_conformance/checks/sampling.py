@@ -57,7 +57,8 @@ def tokens_follow_the_distribution(subject: EngineUnderTest) -> None:
     for temperature, seeded, which in ((1.0, False, 0), (2.5, True, 1), (0.6, False, 1), (0.3, False, 0)):
         prompt, row = prompts.undecided(temperature)[which]
         sampling, first = replace(ONE, temperature=temperature), 1000 * subject.case.seed
-        seeds = range(first, first + DRAWS) if seeded else [None] * DRAWS
+        # They differ in bits that 16 do not hold.
+        seeds = [number << 20 if seeded else None for number in range(first, first + DRAWS)]
         responses = drawn_by(subject, [(prompt, replace(sampling, seed=seed)) for seed in seeds])
         seeding = "each with a seed of its own" if seeded else "without seeds"
         how = f"at temperature {temperature:g}, {seeding}"

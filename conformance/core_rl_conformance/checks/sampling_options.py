@@ -39,6 +39,8 @@ from core_rl_oracle.tolerance import Tolerance
 
 REQUESTS, AGAIN = 12, 3
 """Requests of each combination, and the number that is sent a second time: the size of the array."""
+SEEDS = tuple(2**62 + number for number in range(REQUESTS))
+"""They differ in bits that a float does not hold."""
 THREES = 3
 OWN_MARGIN = 0.05
 """Rounding between two passes of one engine, in log-probs."""
@@ -249,7 +251,7 @@ class _Array:
             ignore_eos=options["end"] != "EOS",
         )
         ids = [ids for ids, _ in self.prompts.undecided()][: REQUESTS // values["copies"]]
-        seeds = {"none": [None], "one for each": range(REQUESTS), "one for all": [0]}[options["seed"]]
+        seeds = {"none": [None], "one for each": SEEDS, "one for all": [0]}[options["seed"]]
         requests = [
             LLMRequest(input_ids=ids[n % len(ids)], sampling=replace(sampling, seed=seeds[n % len(seeds)]))
             for n in range(REQUESTS)

@@ -271,6 +271,7 @@ def _verify_sleep(
         engine.resume_memory()
     responses = serving.ask(engine, requests)
     serving.verify_served(subject, f"of greedy tokens after {turn}", responses, model, old, version)
+    serving.verify_scores(subject, f"after {turn}", engine, serving.sequences_of(responses), model, old)
     changed = sum(a != b.output_ids for a, b in zip(before, responses, strict=True))
     subject.require(not changed, f"after {turn}, {changed} of {len(responses)} greedy answers are other ones")
 

@@ -181,6 +181,13 @@ def _step_at_a_rate(config: AdamW, state: OptimizerState, grads: Grads, rate: fl
         state.count += 1
 
 
+def _step_with_gradients(config: AdamW, state: OptimizerState, grads: Grads, rate: float) -> None:
+    if any(bool(grad.any()) for grad in grads.values()):
+        config.step(state, grads, rate)
+    else:
+        state.count += 1
+
+
 Denominator = Callable[[Tensor, float, float], Tensor]
 """Of an update, from the second moment, its correction ``1 - beta2**step``, and eps."""
 
@@ -208,6 +215,7 @@ RULES: Mapping[str, StepRule] = {
     "the decay goes through the moments (Adam, not AdamW)": _step_with_coupled_decay,
     "norms and biases decay as well": _step_with_decay_of_vectors,
     "a step at a rate of 0 leaves the moments as they are": _step_at_a_rate,
+    "a step whose gradients are all 0 is left out": _step_with_gradients,
     **{f"the bias correction stays at step {last}": partial(_step_up_to, last) for last in range(1, 8)},
     **{sentence: partial(_step_over, denominator) for sentence, denominator in DENOMINATORS.items()},
     **{f"the step count wraps around at {size}": partial(_step_modulo, size) for size in (2**8, 2**16)},

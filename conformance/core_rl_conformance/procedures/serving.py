@@ -15,6 +15,7 @@ from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.capability import Capability
+from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import EngineStateError, WeightsError
@@ -36,6 +37,8 @@ FEW = (0, 1, 3, 4, 7, 10)
 """Sequences of unequal lengths, the shortest and the longest among them."""
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 GREEDY = replace(PLAIN, temperature=0.0)
+MOST_LIKELY = 256
+"""Tokens that are asked for at each place: all of a tiny model's."""
 MOST_AT_ONCE = 256
 """Requests in flight."""
 MOST_SHOWN = 8
@@ -345,15 +348,25 @@ def verify_scores(
     model: Judged,
     old: Judged | None = None,
 ) -> None:
-    """Verify that scores of ``data``, where there are some, are log-probs of ``model``; ``old`` is a known mistake."""
-    if not subject.spec.supports(Capability.SCORE):
-        return
-    got = list(engine.score(data.batch()).split(data.lengths))
-    expected = subject.outputs(model, data, "logprobs")
+    """Verify that log-probs of ``data``, as each declared call gives them, are of ``model``; ``old`` is a mistake."""
+    expected, calls = subject.outputs(model, data, "logprobs"), list[tuple[str, Tensor]]()
+    if subject.spec.supports(Capability.SCORE):
+        calls.append(("scores", engine.score(data.batch())))
+    if subject.spec.supports(Capability.TOP_LOGPROBS):
+        calls.append(("top log-probs", _among_most_likely(engine, data.batch(), expected.values)))
     if old is not None:
         before = subject.outputs(old, data, "logprobs")
         expected = replace(expected, mistakes=lambda: iter([(updates.BEFORE, before.values)]))
-    subject.verify_tokens(f"scores {label}", got, expected, subject.places(data))
+    for name, values in calls:
+        subject.verify_tokens(f"{name} {label}", values.split(data.lengths), expected, subject.places(data))
+
+
+def _among_most_likely(engine: InferenceEngine, batch: SequenceBatch, expected: Sequence[Tensor]) -> Tensor:
+    """Log-probs of the tokens ``[T]`` by ``top_logprobs``, and as ``expected`` where it leaves a token out."""
+    top = engine.top_logprobs(batch, min(engine.limits.vocab_size, MOST_LIKELY))
+    given = top.ids == batch.input_ids[:, None]
+    logprobs = top.logprobs.where(given, torch.zeros(())).sum(1)
+    return logprobs.where(given.any(1), torch.cat(list(expected)).to(logprobs))
 
 
 def verify_by_version(

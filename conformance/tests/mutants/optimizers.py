@@ -94,6 +94,15 @@ class BiasCorrectionStops(ReferenceBackend):
         super().step(scale, lr, min(count, 5))
 
 
+@Mutant("I20.adamw", "advantages of 0 (I20)", "it looks like: a step whose gradients are all 0 is left out")
+class SkipsStepsWithoutGradients(ReferenceBackend):
+    """A step whose gradients are all 0 is left out."""
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        if any(bool(p.grad.any()) for p in self.model.parameters() if p.grad is not None):
+            super().step(scale, lr, count)
+
+
 @Mutant("I20.update-count", "NeMo-RL #3171", "wraps around at 256")
 class CountsInOneByte(ReferenceBackend):
     """The step count is kept modulo 256."""

@@ -204,6 +204,22 @@ class IgnoresSeedsInABatch(Seeded):
         return [request.sampling.seed if len(entries) == 1 else None for request, _ in entries]
 
 
+@Mutant(CHECK, "a seed in JSON (I8)", "do requests share a seed or an answer")
+class SeedsAreFloats(ReferenceRolloutBackend):
+    """A seed becomes a float32 on its way."""
+
+    def _seed(self, sampling: SamplingParams) -> int:
+        return int(torch.tensor(super()._seed(sampling)).float()) % 2**62
+
+
+@Mutant("I8.sampling", "a seed of 16 bits (I8)", "all of them are equal: do requests share a seed")
+class SeedsHaveSixteenBits(ReferenceRolloutBackend):
+    """Seeds count modulo 65,536."""
+
+    def _seed(self, sampling: SamplingParams) -> int:
+        return super()._seed(sampling) % 2**16
+
+
 @Mutant(
     "I8.sampling", "a seed that does not reach the server (I8)", "the same tokens with config.seed = 1000"
 )

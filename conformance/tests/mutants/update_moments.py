@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse
@@ -197,6 +199,24 @@ class ScoresByTheWeightsBefore(ReferenceRolloutBackend):
         scores: dict[object, Tensor] = self.__dict__.setdefault("_scores", {})
         key = (tuple(batch.lengths), temperature)
         return scores.setdefault(key, super().score(batch, temperature))
+
+
+@Mutant(
+    "I12.receive-disk", "scores of the reference before (I12)", "top log-probs after the update to version 1"
+)
+class TopByTheFirstWeights(ReferenceRolloutBackend):
+    """The most likely tokens come from the first weights for ever."""
+
+    def _adopt(self, model: PreTrainedModel) -> None:
+        super()._adopt(model)
+        self._first = getattr(self, "_first", model)
+
+    def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+        model, self._model = self._model, self._first
+        try:
+            return super().top_logprobs(batch, k, temperature)
+        finally:
+            self._model = model
 
 
 @Mutant("I12.updates", "vllm #44371: an update while requests wait (I14)", "state: in flight")

@@ -265,15 +265,27 @@ class CancelAbortsAll(ReferenceRolloutBackend):
     """A cancelled request makes the server abort everything."""
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        before = getattr(self, "_cancelled", 0)
+        cancelled: list[str] = self.__dict__.setdefault("_cancelled", [])
+        before = len(cancelled)
         try:
             response = await super().agenerate(request)
         except asyncio.CancelledError:
-            self._cancelled = getattr(self, "_cancelled", 0) + 1
+            cancelled.append(request.rid)
             raise
-        return (
-            response if before == getattr(self, "_cancelled", 0) else replace(response, stop_reason="abort")
-        )
+        aborted = any(self.aborts(rid, request.rid) for rid in cancelled[before:])
+        return replace(response, stop_reason="abort") if aborted else response
+
+    def aborts(self, cancelled: str, rid: str) -> bool:
+        """Whether the end of one request is that of another."""
+        return True
+
+
+@Mutant("contract.rollout-cancel", "SGLang's /abort_request (I13)", "answers ended with .*abort")
+class CancelAbortsByPrefix(CancelAbortsAll):
+    """A server aborts every request whose name begins so."""
+
+    def aborts(self, cancelled: str, rid: str) -> bool:
+        return rid.startswith(cancelled)
 
 
 class NeverCloses(RequestGate):
