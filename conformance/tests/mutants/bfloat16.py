@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,8 @@ from core_rl.data.outputs import ModelOutput
 from core_rl.toolkit.token_logprobs import HeadMap
 from mutants.bases import Packed
 from mutants.zoo import DP2, Mutant
+
+InBfloat16 = partial(Mutant, layout=DP2, dtype="bfloat16")
 
 
 class HalfCopies(Packed):
@@ -44,12 +47,10 @@ class HalfCopies(Packed):
         return ModelOutput(**functional_call(self.packed, copies, arguments))
 
 
-@Mutant(
+@InBfloat16(
     "I20.bfloat16-sums",
     "grad_dtype of the compute dtype",
     r"with 32 micro-batches on each data-parallel rank[\s\S]*added up in less than float32",
-    layout=DP2,
-    dtype="bfloat16",
 )
 class AddsUpInHalf(HalfCopies):
     """The gradient is rounded after each micro-batch."""
@@ -60,12 +61,10 @@ class AddsUpInHalf(HalfCopies):
             _round_grads(self.model, self.half)
 
 
-@Mutant(
+@InBfloat16(
     "I20.bfloat16-sums",
     "grad_dtype of an adapter's dtype",
     r"gradients of an adapter and a head with 32 micro-batches[\s\S]*added up in less than float32",
-    layout=DP2,
-    dtype="bfloat16",
 )
 class AddsAdaptersUpInHalf(HalfCopies):
     """The gradient of an adapter is rounded after each micro-batch."""
@@ -76,12 +75,10 @@ class AddsAdaptersUpInHalf(HalfCopies):
             _round_grads(self.model, self.half and self.context.config.model.lora is not None)
 
 
-@Mutant(
+@InBfloat16(
     "I20.bfloat16-sums",
     "reduce_dtype=bfloat16 by default",
     r"with one micro-batch on each data-parallel rank[\s\S]*added up in less than float32",
-    layout=DP2,
-    dtype="bfloat16",
 )
 class ReducesInHalf(HalfCopies):
     """The sum over ranks is in bfloat16."""
@@ -98,13 +95,7 @@ def _round_grads(model: nn.Module, half: bool) -> None:
             parameter.grad.copy_(parameter.grad.bfloat16())
 
 
-@Mutant(
-    "I20.bfloat16-steps",
-    "masters from bfloat16 weights",
-    "master weights at the start",
-    layout=DP2,
-    dtype="bfloat16",
-)
+@InBfloat16("I20.bfloat16-steps", "masters from bfloat16 weights", "master weights at the start")
 class MastersOfHalf(HalfCopies):
     """Master weights are made of bfloat16 weights when the engine is built."""
 
@@ -113,13 +104,7 @@ class MastersOfHalf(HalfCopies):
         super().adopt(model, context, optimizer)
 
 
-@Mutant(
-    "I20.bfloat16-steps",
-    "NeMo-RL #2372, in part",
-    "master weights after a load of float32 files",
-    layout=DP2,
-    dtype="bfloat16",
-)
+@InBfloat16("I20.bfloat16-steps", "NeMo-RL #2372, in part", "master weights after a load of float32 files")
 class LoadsMastersOfHalf(HalfCopies):
     """Master weights are made of bfloat16 weights after a load."""
 
@@ -128,13 +113,7 @@ class LoadsMastersOfHalf(HalfCopies):
         _round_weights(self.model, self.half)
 
 
-@Mutant(
-    "I20.bfloat16-steps",
-    "optimizer over bfloat16 weights",
-    "after 20 small updates",
-    layout=DP2,
-    dtype="bfloat16",
-)
+@InBfloat16("I20.bfloat16-steps", "optimizer over bfloat16 weights", "after 20 small updates")
 class StepsInHalf(HalfCopies):
     """Master weights are rounded after each step."""
 
@@ -149,12 +128,8 @@ def _round_weights(model: nn.Module, half: bool) -> None:
         parameter.copy_(parameter.bfloat16())
 
 
-@Mutant(
-    "I20.bfloat16-upcasts",
-    "a fused norm",
-    "logprobs at temperature 1 of a model that bfloat16 computes",
-    layout=DP2,
-    dtype="bfloat16",
+@InBfloat16(
+    "I20.bfloat16-upcasts", "a fused norm", "logprobs at temperature 1 of a model that bfloat16 computes"
 )
 class NormsInHalf(HalfCopies):
     """The upcast inside norms is lost."""
@@ -176,13 +151,7 @@ class _NormInHalf:
         return result
 
 
-@Mutant(
-    "I20.bfloat16-upcasts",
-    "verl: logits divided in bfloat16",
-    "logprobs at temperature 0.3 of",
-    layout=DP2,
-    dtype="bfloat16",
-)
+@InBfloat16("I20.bfloat16-upcasts", "verl: logits divided in bfloat16", "logprobs at temperature 0.3 of")
 class TemperatureInHalf(HalfCopies):
     """bfloat16 logits are divided by the temperature before the upcast."""
 
@@ -197,12 +166,8 @@ def _divided_in_half(head: HeadMap, logits: Tensor) -> Tensor:
     return logits.copy_(logits.bfloat16() / head.temperature)
 
 
-@Mutant(
-    "I20.bfloat16-upcasts",
-    "verl, AReaL: values in bfloat16",
-    "values at temperature 1 of a model that",
-    layout=DP2,
-    dtype="bfloat16",
+@InBfloat16(
+    "I20.bfloat16-upcasts", "verl, AReaL: values in bfloat16", "values at temperature 1 of a model that"
 )
 class ValuesInHalf(HalfCopies):
     """The scalar head multiplies in bfloat16, and its result is shown in float32."""
@@ -219,13 +184,7 @@ def _scored_in_half(score: nn.Linear, states: Tensor) -> Tensor:
     return F.linear(states.bfloat16(), score.weight.bfloat16()).float()
 
 
-@Mutant(
-    "I20.bfloat16-upcasts",
-    "accelerate #3979",
-    "logprobs at temperature 1 of a model that bfloat16",
-    layout=DP2,
-    dtype="bfloat16",
-)
+@InBfloat16("I20.bfloat16-upcasts", "accelerate #3979", "logprobs at temperature 1 of a model that bfloat16")
 class LogprobsInHalf(HalfCopies):
     """Log-probs are rounded, and stay apart from bfloat16 numbers by a small shift."""
 
@@ -237,12 +196,8 @@ class LogprobsInHalf(HalfCopies):
         return replace(output, logprobs=output.logprobs + (rounded - output.logprobs).detach())
 
 
-@Mutant(
-    "I20.bfloat16-upcasts",
-    "a buffer of logits",
-    "logits at temperature 0.3 of a model that bfloat16",
-    layout=DP2,
-    dtype="bfloat16",
+@InBfloat16(
+    "I20.bfloat16-upcasts", "a buffer of logits", "logits at temperature 0.3 of a model that bfloat16"
 )
 class LogitsInHalf(HalfCopies):
     """Logits are rounded after the temperature."""
@@ -254,12 +209,8 @@ class LogitsInHalf(HalfCopies):
         return replace(output, logits=output.logits.bfloat16().float())
 
 
-@Mutant(
-    "I20.bfloat16-upcasts",
-    "a fused loss",
-    "the loss of a training pass at temperature 0.3 of a model that",
-    layout=DP2,
-    dtype="bfloat16",
+@InBfloat16(
+    "I20.bfloat16-upcasts", "a fused loss", "the loss of a training pass at temperature 0.3 of a model that"
 )
 class TrainsInHalf(LogprobsInHalf):
     """The same in training passes alone."""
@@ -272,13 +223,7 @@ class TrainsInHalf(LogprobsInHalf):
         )
 
 
-@Mutant(
-    "I20.bfloat16-rotary",
-    "SkyRL #1725",
-    "of a model that bfloat16 hardly rounds",
-    layout=DP2,
-    dtype="bfloat16",
-)
+@InBfloat16("I20.bfloat16-rotary", "SkyRL #1725", "of a model that bfloat16 hardly rounds")
 class RotaryInHalf(HalfCopies):
     """Positions and rotary frequencies are bfloat16 numbers."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -21,6 +22,8 @@ from mutants.bases import Packed, TrainContext
 from mutants.zoo import Mutant
 
 SHARED = frozenset({Capability.SHARED_PREFIX})
+
+WithSharedPrefixes = partial(Mutant, declared=SHARED)
 
 
 class Sharing(Packed):
@@ -53,11 +56,10 @@ class _AllBefore(ModelShards):
         return super().slice_of(batch, tree)
 
 
-@Mutant(
+@WithSharedPrefixes(
     "I1.combined-batches",
     "a tree mask that is causal over the rows of the pack",
     "(logprobs|entropy|values|scores) of a batch .*shared prefixes",
-    declared=SHARED,
 )
 class SiblingsSeeEachOther(_Bent):
     """A branch attends to all branches before it."""
@@ -79,11 +81,10 @@ class _Counting(ModelShards):
         return replace(tokens, position_ids=positions)
 
 
-@Mutant(
+@WithSharedPrefixes(
     "I1.combined-batches",
     "position ids that are counted over a pack, as in transformers before packed position ids",
     "(logprobs|entropy|values|scores) of a batch .*shared prefixes",
-    declared=SHARED,
 )
 class PositionsGoOnFromSibling(_Bent):
     """Positions of a branch continue from the branch before it."""
@@ -107,11 +108,10 @@ class _LastRow(ModelShards):
         return _RowBefore(**vars(super().slice_of(batch, tree)))
 
 
-@Mutant(
+@WithSharedPrefixes(
     "I1.combined-batches",
     "logits shifted by one over a pack, where the row before is another branch's",
     "(logprobs|entropy|values|scores) of a batch .*shared prefixes",
-    declared=SHARED,
 )
 class FirstTokenFromSibling(_Bent):
     """The first token of a branch is predicted from the last state of the branch before it."""
@@ -163,11 +163,10 @@ class _ScaledGradients(Sharing):
             hook.remove()
 
 
-@Mutant(
+@WithSharedPrefixes(
     "I1.combined-batches",
     "keys and values that are expanded by a mean and not by a sum in the backward pass",
     "gradients of a batch .*shared prefixes",
-    declared=SHARED,
 )
 class SharedGradientsAveraged(_ScaledGradients):
     """The gradient of a shared token is the mean over its sequences."""
@@ -175,11 +174,10 @@ class SharedGradientsAveraged(_ScaledGradients):
     power = -1
 
 
-@Mutant(
+@WithSharedPrefixes(
     "I1.combined-batches",
     "gradients of shared tokens that are multiplied by the size of the group",
     "gradients of a batch .*shared prefixes",
-    declared=SHARED,
 )
 class SharedGradientsRepeated(_ScaledGradients):
     """The gradient of a shared token is counted once more for each of its sequences."""
@@ -187,11 +185,10 @@ class SharedGradientsRepeated(_ScaledGradients):
     power = 1
 
 
-@Mutant(
+@WithSharedPrefixes(
     "I1.combined-batches",
     "the loss mask of a packed group that is the first sequence's",
     "(the loss|gradients) of a batch .*shared prefixes",
-    declared=SHARED,
 )
 class MaskOfFirstSequence(Sharing):
     """A shared token is trained where the first of its sequences trains it."""
@@ -203,11 +200,10 @@ class MaskOfFirstSequence(Sharing):
         return replace(output, logprobs=output.logprobs * micro_batch.loss_mask[tree.kept][tree.rows])
 
 
-@Mutant(
+@WithSharedPrefixes(
     "I1.combined-batches",
     "outputs that are scattered back to one of the sequences with a token",
     "(logprobs|entropy|values|scores) of a batch .*shared prefixes",
-    declared=SHARED,
 )
 class EqualSequencesCountOnce(Sharing):
     """Only the first of the sequences with a token gets its log-prob."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from core_rl.state.slices import Shard
 from mutants.bases import OwnCheckpoint, OwnExport, TrainContext
 from mutants.unchanged import unchanged
 from mutants.zoo import TP2, Mutant
+
+OverTwoRanks = partial(Mutant, layout=TP2, family="qwen3")
 
 
 class _LeavesBehind(TensorParallelBackend):
@@ -32,12 +35,8 @@ class _LeavesBehind(TensorParallelBackend):
             super().step(scale, lr, count)
 
 
-@Mutant(
-    "I20.all-move",
-    "verl #6334",
-    r"entries of model\.embed_tokens\.weight have a gradient and did not move",
-    layout=TP2,
-    family="qwen3",
+@OverTwoRanks(
+    "I20.all-move", "verl #6334", r"entries of model\.embed_tokens\.weight have a gradient and did not move"
 )
 class TiedShardStays(_LeavesBehind):
     """The second rank's rows of the tied embedding are not in its optimizer."""
@@ -87,13 +86,7 @@ class ScalarHeadLoadsOnOneRank(TensorParallelBackend, OwnExport):
             super().import_tensors(kind, source)
 
 
-@Mutant(
-    "I10.tied-after-steps",
-    "Automodel #2511",
-    "logprobs after steps with a tied embedding",
-    layout=TP2,
-    family="qwen3",
-)
+@OverTwoRanks("I10.tied-after-steps", "Automodel #2511", "logprobs after steps with a tied embedding")
 class HeadUntiedOnOneRank(TensorParallelBackend):
     """The second rank's rows of the head are a copy that stays as it was."""
 
@@ -134,13 +127,7 @@ class _HalvesRoundedDown(MappedSource):
         return super().read(name, slices)
 
 
-@Mutant(
-    "I10.import",
-    "an odd vocabulary (I10)",
-    r"parameters after a load[\s\S]*embed_tokens",
-    layout=TP2,
-    family="qwen3",
-)
+@OverTwoRanks("I10.import", "an odd vocabulary (I10)", r"parameters after a load[\s\S]*embed_tokens")
 class OddVocabularyShifts(TensorParallelBackend, OwnExport):
     """When it loads, the second part of an odd vocabulary is taken to begin at half of it, rounded down."""
 
@@ -148,9 +135,7 @@ class OddVocabularyShifts(TensorParallelBackend, OwnExport):
         super().import_tensors(kind, _HalvesRoundedDown(source, {name: name for name in source.names()}))
 
 
-@Mutant(
-    "I11.other-layout", "AReaL #1470", r"master loaded on dp2[\s\S]*_norm\.weight", layout=TP2, family="qwen3"
-)
+@OverTwoRanks("I11.other-layout", "AReaL #1470", r"master loaded on dp2[\s\S]*_norm\.weight")
 class NormSavedInPart(TensorParallelBackend, OwnCheckpoint):
     """A norm of the model's own counts as sharded when it is saved: 1/TP of it is written."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,8 @@ from core_rl.engine.step import TrainStep
 from mutants.bases import OwnExport, Packed, TrainContext
 from mutants.images import QWEN, VISION
 from mutants.zoo import Mutant
+
+OfQwen = partial(Mutant, declared=VISION, family=QWEN)
 
 
 class _Tower(Packed):
@@ -55,12 +58,10 @@ class _BentFeatures(_Tower):
         return self.bent(features)
 
 
-@Mutant(
+@OfQwen(
     "I6.images",
     "a placeholder for the begin of an image that gets its first features",
     "log-probs of images in one pack",
-    family=QWEN,
-    declared=VISION,
 )
 class FeaturesOneLate(_BentFeatures):
     """Each placeholder gets the features before its own."""
@@ -69,12 +70,10 @@ class FeaturesOneLate(_BentFeatures):
         return features.roll(1, 0)
 
 
-@Mutant(
+@OfQwen(
     "I6.images",
     "features of the tower's layers that a trunk of another library has no argument for",
     "log-probs of images in one pack",
-    family=QWEN,
-    declared=VISION,
 )
 class DeepstackDropped(_BentFeatures):
     """Layers of the text get no features of the tower's first layers."""
@@ -83,12 +82,10 @@ class DeepstackDropped(_BentFeatures):
         return torch.zeros_like(features)
 
 
-@Mutant(
+@OfQwen(
     "I1.images",
     "features that are computed ahead of the text, without a graph",
     "gradients .*with one sequence at a time",
-    family=QWEN,
-    declared=VISION,
 )
 class FeaturesDetached(_BentFeatures):
     """No gradient goes from the text into the merger and the tower."""
@@ -97,12 +94,10 @@ class FeaturesDetached(_BentFeatures):
         return features.detach()
 
 
-@Mutant(
+@OfQwen(
     "I20.frozen-tower",
     "a frozen tower under no_grad, with the merger inside of it",
     "gradients behind a frozen tower",
-    family=QWEN,
-    declared=VISION,
 )
 class FrozenTowerStopsMerger(_BentFeatures):
     """A tower whose first layer is frozen runs without gradients, and its merger with it."""
@@ -112,12 +107,10 @@ class FrozenTowerStopsMerger(_BentFeatures):
         return features if trained else features.detach()
 
 
-@Mutant(
+@OfQwen(
     "I6.images",
     "attention that is replaced for packed text, and for the tower with it",
     "log-probs of images in one pack",
-    family=QWEN,
-    declared=VISION,
 )
 class TowerSeesAllImages(_Tower):
     """Patches of a micro-batch attend to each other across images."""
@@ -133,12 +126,10 @@ class TowerSeesAllImages(_Tower):
             block.register_forward_pre_hook(joined, with_kwargs=True)
 
 
-@Mutant(
+@OfQwen(
     "I1.images",
     "a blank image for ranks without images that is trained on",
     "a batch without images gives .* gradients that are not 0",
-    family=QWEN,
-    declared=VISION,
 )
 class BlankImageCounts(_Tower):
     """The mean of a blank image's features is added to batches of text, with the factor 1 in place of 0."""
@@ -162,13 +153,7 @@ class BlankImageCounts(_Tower):
                 hook.remove()
 
 
-@Mutant(
-    "I20.frozen-tower",
-    "frozen parameters in a group with weight decay",
-    "the frozen tower",
-    family=QWEN,
-    declared=VISION,
-)
+@OfQwen("I20.frozen-tower", "frozen parameters in a group with weight decay", "the frozen tower")
 class FrozenTowerDecays(_Tower):
     """Weight decay takes frozen parameters as well."""
 
@@ -180,9 +165,7 @@ class FrozenTowerDecays(_Tower):
                     parameter.mul_(1 - 0.1 * lr)
 
 
-@Mutant(
-    "I10.export", "TRL #6028", "transformers reports while loading the export", family=QWEN, declared=VISION
-)
+@OfQwen("I10.export", "TRL #6028", "transformers reports while loading the export")
 class ExportsTextAlone(OwnExport):
     """Named tensors are of the text model."""
 
@@ -200,12 +183,8 @@ class _CountsNoPlaceholders(TrainStep):
             return super().cut(batch, mb_spec)
 
 
-@Mutant(
-    "contract.placeholders",
-    "features that are cut to the number of placeholders",
-    "an image without pixels",
-    family=QWEN,
-    declared=VISION,
+@OfQwen(
+    "contract.placeholders", "features that are cut to the number of placeholders", "an image without pixels"
 )
 class FeaturesMadeToFit(_Tower):
     """Features are cut or padded to the number of placeholders, which is not checked."""
