@@ -15,6 +15,7 @@ from core_rl.errors import EngineStateError, UnsupportedCapability
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, REFUSALS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import build
 from core_rl_conformance.procedures.outputs import verify_outputs
 from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.procedures.training import disable_adapter
@@ -168,9 +169,9 @@ def a_new_head_is_one_head(subject: EngineUnderTest) -> None:
 
 @check("contract.forward-only", each="layout")
 def an_engine_without_optimizer_only_runs_forward(subject: EngineUnderTest) -> None:
-    """With ``optimizer = null`` an engine gives outputs and exports, and refuses to train.
+    """With ``optimizer = null`` an engine gives outputs and exports, and refuses to train. A scalar head is float32.
 
-    Why: a reference policy that trains along is no reference.
+    Why: a reference policy that trains along is no reference, and a critic whose head is rounded no critic.
     Look at: whatever takes an optimizer for granted.
     """
     model, data = subject.model(), subject.data()
@@ -186,6 +187,11 @@ def an_engine_without_optimizer_only_runs_forward(subject: EngineUnderTest) -> N
     }.items():
         subject.require_error(EngineStateError, action, f"{name} without an optimizer did not refuse")
     subject.verify_same("weights without an optimizer", group.named_tensors("master"), before)
+    if subject.spec.supports(Capability.VALUE_HEAD):
+        critic = subject.model(head="value")
+        weights = subject.start(critic, changes={"optimizer": None}).named_tensors("master")
+        head = {"score.weight": build(critic).get_parameter("score.weight").detach()}
+        subject.verify_same("the head without an optimizer", {name: weights[name] for name in head}, head)
 
 
 @check("contract.order", each="layout")

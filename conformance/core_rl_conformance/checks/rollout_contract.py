@@ -179,8 +179,10 @@ def requests_have_rids_of_their_own(subject: EngineUnderTest) -> None:
     refused, responses = asyncio.run(_sharing_a_rid(engine, request))
     subject.require(refused, f"two requests with the rid {request.rid!r} were in flight at one time")
     serving.verify_logprobs(subject, "log-probs next to a refused request", model, responses)
+    # With fewer tokens: the answer before is none to this request.
+    again = replace(request, sampling=replace(request.sampling, max_new_tokens=2))
     serving.verify_logprobs(
-        subject, "log-probs of a rid that is free again", model, serving.ask(engine, [request])
+        subject, "log-probs of a rid that is free again", model, serving.ask(engine, [again])
     )
 
 

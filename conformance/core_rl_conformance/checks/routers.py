@@ -190,7 +190,8 @@ def _routed(data: Ragged, routing: Tensor) -> Ragged:
 
 
 def _moved(data: Ragged, routing: Tensor, model: TinyModel) -> Tensor:
-    """Every other token of a sequence takes its next experts: of other sets, still each once."""
+    """Tokens take, in turns, their own experts, the next ones (other sets, still each once), and the first of all."""
     count = model.config().get_text_config().num_experts
-    odd = torch.cat([torch.arange(length) % 2 == 1 for length in data.lengths])[:, None, None]
-    return torch.where(odd, (routing + 1) % count, routing)
+    turn = torch.cat([torch.arange(length) % 4 for length in data.lengths])[:, None, None]
+    first = torch.arange(routing.shape[-1], dtype=routing.dtype).expand_as(routing)
+    return torch.where(turn == 2, first, torch.where(turn % 2 == 1, (routing + 1) % count, routing))

@@ -18,6 +18,7 @@ from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.checks.updates import published
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.tokens import LOOKS_LIKE
 from core_rl_conformance.inputs.losses import TokenMeanLoss
@@ -27,6 +28,7 @@ from core_rl_conformance.procedures.serving import (
     ask,
     distributions,
     generated,
+    installed,
     sequences_of,
     verify_logprobs,
 )
@@ -212,10 +214,33 @@ def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
     """
     base = subject.model()
     path = find_path(subject.expected.oracle(base), base.vocab_size, base.seed)
-    eos, late = path.stops
     unused = next(token for token in range(base.vocab_size) if token not in path.ids)
-    model = replace(base, eos=(unused, eos))
-    table: list[tuple[str, dict[str, Any], int]] = [
+    eos_ids = (unused, path.stops[0])
+    model = replace(base, eos=eos_ids)
+    table = _ways_to_stop(path, unused)
+    if subject.spec.supports(Capability.STOP_STRINGS):
+        write_texts(subject.expected.models.directory(model), model.vocab_size)
+        table += _texts_to_stop(path)
+    greedy = SamplingParams(max_new_tokens=STEPS, temperature=0.0)
+    requests = [
+        LLMRequest(input_ids=path.prompt + path.ids[:start], sampling=replace(greedy, **changes))
+        for _, changes, start in table
+    ]
+    engine = subject.serve(model, keep=False)
+    _verify_ends(subject, "with", path, eos_ids, table, ask(engine, requests))
+    if subject.spec.supports(Capability.SYNC_DISK):
+        installed(engine, published(subject, model, 1))
+        _verify_ends(subject, "after an update, with", path, eos_ids, table, ask(engine, requests))
+    verify_logprobs(subject, "log-probs of answers with their stop token", model, ask(engine, requests))
+
+
+Ways = list[tuple[str, dict[str, Any], int]]
+"""A note, options of a request, and the number of the path's tokens in its prompt."""
+
+
+def _ways_to_stop(path: GreedyPath, unused: int) -> Ways:
+    eos, late = path.stops
+    return [
         ("EOS on the way", {}, 0),
         ("EOS on the way", {"ignore_eos": True}, 0),
         ("", {"stop_token_ids": path.ids[:1]}, 0),
@@ -227,31 +252,41 @@ def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
         ("", {"stop_token_ids": path.ids[:1], "max_new_tokens": 1}, 0),
         ("", {"max_new_tokens": 1}, 0),
     ]
-    if subject.spec.supports(Capability.STOP_STRINGS):
-        write_texts(subject.expected.models.directory(model), model.vocab_size)
-        table.append(("EOS on the way", {"stop": ("never",)}, 0))
-        table.append(("", {"stop": ("never",), "stop_token_ids": (late,), "ignore_eos": True}, 0))
-        # After 0 and 2 tokens of the path, a text begins in the prompt and ends in the first new token.
-        changes = {"stop": (f"><{path.ids[0]}>", f"><{path.ids[2]}>"), "max_new_tokens": STEPS - 2}
-        table += [(f"a prompt of {3 + n} tokens", {**changes, "ignore_eos": True}, n) for n in range(3)]
-    greedy = SamplingParams(max_new_tokens=STEPS, temperature=0.0)
-    requests = [
-        LLMRequest(input_ids=path.prompt + path.ids[:start], sampling=replace(greedy, **changes))
-        for _, changes, start in table
+
+
+def _texts_to_stop(path: GreedyPath) -> Ways:
+    # After 0 and 2 tokens of the path, a text begins in the prompt and ends in the first new token.
+    changes = {"stop": (f"><{path.ids[0]}>", f"><{path.ids[2]}>"), "max_new_tokens": STEPS - 2}
+    long = "".join(f"<{token}>" for token in path.ids[1:-1])
+    return [
+        ("EOS on the way", {"stop": ("never",)}, 0),
+        ("", {"stop": ("never",), "stop_token_ids": path.stops[1:], "ignore_eos": True}, 0),
+        *((f"a prompt of {3 + n} tokens", {**changes, "ignore_eos": True}, n) for n in range(3)),
+        ("a text of many tokens", {"stop": (long,), "ignore_eos": True}, 0),
     ]
-    responses = ask(subject.serve(model), requests)
-    for response, request, (note, changes, start) in zip(responses, requests, table, strict=True):
-        sampling, ids = request.sampling, path.ids[start:][: request.sampling.max_new_tokens]
+
+
+def _verify_ends(
+    subject: EngineUnderTest,
+    when: str,
+    path: GreedyPath,
+    eos_ids: tuple[int, int],
+    table: Ways,
+    responses: Sequence[LLMResponse],
+) -> None:
+    unused, eos = eos_ids
+    for response, (note, changes, start) in zip(responses, table, strict=True):
+        sampling = SamplingParams(**{"max_new_tokens": STEPS, **changes})
+        ids = path.ids[start:][: sampling.max_new_tokens]
         end = end_of(ids, (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (eos,))), sampling.stop)
         ids, reason = ids[:end], "stop" if end else "length"
         options = [name if value is True else f"{name} = {value}" for name, value in changes.items()]
         label = " and ".join(filter(None, [*options, note]))
         subject.require(
             (response.output_ids, response.stop_reason) == (ids, reason),
-            f"with {label}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
+            f"{when} {label}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
             f"{response.stop_reason!r}; expected {list(ids)} and {reason!r} (EOS is {unused} or {eos})",
         )
-    verify_logprobs(subject, "log-probs of answers with their stop token", model, responses)
 
 
 @check("I19.eos-trained", each="layout")

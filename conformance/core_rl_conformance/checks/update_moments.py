@@ -209,8 +209,8 @@ def _verify_updates(subject: EngineUnderTest, rows: Sequence[Combination], *, pr
 def adapters_arrive_in_any_state(subject: EngineUnderTest) -> None:
     """Before an adapter comes, the base draws; after an update by lora in any state, base and adapter draw every token.
 
-    Also after an adapter that comes again, or under a label that another one had, with requests in flight, and after
-    cached prefixes.
+    Also after an adapter that comes again, or with other factors B alone, or under a label that another one had, with
+    requests in flight, and after cached prefixes.
 
     Why: servers scale by ``alpha / rank`` whatever the adapter declares; leave out factors of layers that they fuse;
     keep an adapter, its prefixes and its answers under the name of its version; report the new version for tokens of
@@ -223,18 +223,24 @@ def adapters_arrive_in_any_state(subject: EngineUnderTest) -> None:
         "state": ["awake", "paused", "in flight"]
         + ["asleep"] * subject.spec.supports(Capability.RELEASE_MEMORY),
         "version": ["next", "same", "earlier"],
-        "adapter": ["next", "same", "before"],
+        "adapter": ["next", "same", "before", "other factors B"],
         "buckets": list(BUCKETS),
     }
     engine = subject.serve(kind.model, keep=False, adapter=kind)
     updates = Updates.begin(subject, engine, kind.model)
-    seeds = [1, 2]
+    adapters = [replace(kind, seed=seed) for seed in (1, 2)]
     begin = [
         {"state": "in flight", "version": "next", "adapter": "next", "buckets": size} for size in BUCKETS
     ]
     for number, row in enumerate(covering_array(options, subject.case.seed, begin=begin), start=3):
-        seeds.append({"next": number, "same": seeds[-1], "before": seeds[-2]}[row["adapter"]])
-        adapter = replace(kind, seed=seeds[-1])
+        last = adapters[-1]
+        adapter = {
+            "next": replace(kind, seed=number),
+            "same": last,
+            "before": adapters[-2],
+            "other factors B": replace(last, strength=-last.strength),
+        }[row["adapter"]]
+        adapters.append(adapter)
         updates.install(row, adapter, partial(send_adapter, engine, adapter=adapter))
 
 

@@ -36,6 +36,8 @@ class TinyAdapter:
     some: bool = False
     """On every second kind of layer; otherwise on all of the trunk's."""
     seed: int = 0
+    strength: float = STRENGTH
+    """Size of the product, which the factors B alone have."""
 
     @property
     def scaling(self) -> float:
@@ -57,7 +59,7 @@ class TinyAdapter:
         for name, (out, into, _) in layers.items():
             down = torch.randn(self.rank, into, generator=random)
             factors[f"{name}.lora_A.weight"] = down / math.sqrt(into)
-            size = STRENGTH / (self.scaling * math.sqrt(self.rank))
+            size = self.strength / (self.scaling * math.sqrt(self.rank))
             factors[f"{name}.lora_B.weight"] = size * torch.randn(out, self.rank, generator=random)
         transposed = frozenset(name for name, (_, _, turned) in layers.items() if turned)
         kind = self.model.config().model_type

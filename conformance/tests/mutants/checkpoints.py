@@ -33,6 +33,20 @@ class MomentsDropped(OwnCheckpoint):
         return super().kinds(with_optimizer=False)
 
 
+@Mutant("I11.load-after-use", "a count that only rises (I11)", "a step after '(sharded|portable)' was loaded")
+class StepCountNeverFalls(CountsItself):
+    """A load of an earlier checkpoint keeps the larger count of the bias correction."""
+
+    largest = 0
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        self.largest = max(self.largest, self.counted or 0)
+        super().after_load(kinds)
+
+    def restored(self, count: int) -> int:
+        return max(count, self.largest)
+
+
 @Mutant("I11.resume", "NeMo-RL #3171", "of step 3 is .*the step count of the bias correction")
 class StepCountStartsAgain(CountsItself):
     """The step count of the bias correction is not restored."""

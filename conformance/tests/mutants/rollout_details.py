@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.reference.rollout import ReferenceRolloutBackend
-from core_rl.reference.sampling import Completion
+from core_rl.reference.sampling import Completion, StopAtText
 from mutants.rollout_draws import Sampling
 from mutants.rollouts import Entries
 from mutants.zoo import Context, Mutant
@@ -190,6 +191,25 @@ class IgnoresEosAmongStopTokens(ReferenceRolloutBackend):
 
     def _complete(self, entries: Entries) -> None:
         super()._complete([(_without(request, set(self._eos_token_ids)), done) for request, done in entries])
+
+
+@Mutant("I19.stop", "a config that is read again (I19)", "after an update, with EOS on the way")
+class OneEosAfterAnUpdate(ReferenceRolloutBackend):
+    """After an update, the first of several end tokens alone ends an answer."""
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        super().update_weights(meta)
+        self._eos_token_ids = self._eos_token_ids[:1]
+
+
+@Mutant("I19.stop", "SGLang's tail of a response (I19)", "and a text of many tokens, greedy decoding gave")
+class StopTextsInATail(ReferenceRolloutBackend):
+    """A stop text is searched in the last four tokens."""
+
+    def _complete(self, entries: Entries) -> None:
+        search = StopAtText.found_in
+        with patch.object(StopAtText, "found_in", lambda text, ids: search(text, list(ids)[-4:])):
+            super()._complete(entries)
 
 
 @Mutant("I8.sampling-pairs", "token 0, which is falsy (I19)", "with .*end = stop_token_ids")

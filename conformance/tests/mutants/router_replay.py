@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from core_rl.backend.steps import MicroBatchStep
@@ -121,6 +122,33 @@ class ReplaysBatchFirst(Packed):
             moved = routing.view(*lengths, count, *routing.shape[1:]).transpose(0, 1).reshape(routing.shape)
             micro_batch = micro_batch.with_tokens(routing=moved)
         return super().outputs(micro_batch, step)
+
+
+class _FirstExpertsArePadding(Routers):
+    def _after(
+        self, layer: int, router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        replayed = self._replay
+        if replayed is None:
+            return super()._after(layer, router, args, output)
+        padding = (replayed[:, layer] == torch.arange(replayed.shape[-1])).all(1, keepdim=True)
+        self._replay = replayed.clone()
+        self._replay[:, layer] = torch.where(padding, output[2], replayed[:, layer])
+        try:
+            return super()._after(layer, router, args, output)
+        finally:
+            self._replay = replayed
+
+
+@Mutant("I17.routing-replay", "a filler value of recorded routing (I17)", "with another routing", family=MOE)
+class TakesTheFirstExpertsForPadding(ReferenceBackend):
+    """Tokens whose recorded experts are the first ones choose for themselves."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        for router in self.routers._routers:
+            router._forward_hooks.clear()
+        self.routers = _FirstExpertsArePadding(self.model)
 
 
 class _OwnShares(Routers):

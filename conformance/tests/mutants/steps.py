@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.steps import MicroBatchStep
@@ -174,6 +175,17 @@ class InfinityIsFiltered(OwnNorm):
 
     def counted(self) -> Iterable[LocalSlice]:
         return [replace(part, tensor=part.tensor.nan_to_num(0.0, 0.0, 0.0)) for part in super().counted()]
+
+
+@Mutant("contract.forward-only", "weights that need no master (contract)", "the head without an optimizer")
+class HeadRoundedWithoutOptimizer(ReferenceBackend):
+    """An engine that does not train holds its scalar head in bfloat16."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        if context.config.optimizer is None and context.config.model.head != "lm":
+            head = model.get_parameter("score.weight").data
+            head.copy_(head.bfloat16())
 
 
 @Mutant("contract.forward-only", "a reference policy", "refuse")

@@ -142,6 +142,18 @@ class KeepsAdaptersByName(ReferenceRolloutBackend):
         super()._install_adapter(named.setdefault(version, factors), version)
 
 
+@Mutant("I12.adapter-updates", "a digest of the first factor (I12)", "adapter: other factors B")
+class KeepsAdaptersByFactorsA(ReferenceRolloutBackend):
+    """An adapter with the factors A of the one before is not loaded again."""
+
+    def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
+        first = {name: value for name, value in factors.items() if "lora_A" in name}
+        before = self.__dict__.get("_first", {})
+        if any(not torch.equal(value, before.get(name, value + 1)) for name, value in first.items()):
+            super()._install_adapter(factors, version)
+        self._first, self._served_version = first, version
+
+
 @Mutant("I12.updates", "an update to the version that it has (I12)", "version: (same|earlier)")
 class SkipsTheSameVersion(ReferenceRolloutBackend):
     """An update to the present version is taken as arrived already."""

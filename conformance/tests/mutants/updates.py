@@ -288,6 +288,17 @@ class CancelAbortsByPrefix(CancelAbortsAll):
         return rid.startswith(cancelled)
 
 
+@Mutant("contract.rollout-rid", "retries that are answered once (I13)", "max_new_tokens = 2|2 tokens|tokens")
+class RetriesByRid(ReferenceRolloutBackend):
+    """An answer is kept by the name of its request."""
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        answers: dict[str, LLMResponse] = self.__dict__.setdefault("_answers", {})
+        if request.rid not in answers:
+            answers[request.rid] = await super().agenerate(request)
+        return answers[request.rid]
+
+
 class NeverCloses(RequestGate):
     """A pause lets requests pass."""
 
