@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,6 +32,8 @@ from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_oracle.tolerance import tolerances
 
 LOSS = TokenMeanLoss(temperature=0.8)
+ROUNDED = 0.02
+"""Part of merged weights that another order of the sum may round otherwise."""
 MOVED: tuple[CheckpointFormat, ...] = ("sharded", "adapter")
 
 
@@ -93,6 +96,11 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
 
     label = f"merged weights (rslora: {adapter.rslora})"
     subject.verify_named(label, adapted_params, expected, allowed, explain=explain)
+    if subject.dtype == torch.bfloat16:
+        sums = {name: merges[0][name].to(subject.dtype) for name in expected}
+        share = max(float((adapted_params[name] != value).float().mean()) for name, value in sums.items())
+        problem = f"{share:.0%} of the {label} are other bfloat16 numbers than those of the float32 sum"
+        subject.require(share < ROUNDED, f"{problem}: is a part of it rounded before?")
     unadapted = {name: value.to(subject.dtype) for name, value in base.items() if name not in adapted}
     rest = {name: value for name, value in params.items() if name not in adapted}
     subject.verify_same("exported weights without an adapter", rest, unadapted)

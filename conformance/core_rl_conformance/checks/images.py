@@ -18,7 +18,7 @@ from core_rl.errors import BatchError, RolloutError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.updates import published
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.inputs.data import Ragged, ragged
+from core_rl_conformance.inputs.data import Ragged, Row, ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.inputs.tiny_vision import TinyImages
@@ -50,15 +50,22 @@ def neighbours_change_no_image(subject: EngineUnderTest) -> None:
     pictured = [number for number, row in enumerate(data.rows) if row.images is not None]
     alternating = data.select([number for place in pictured for number in (place, 1)])
     text = Ragged(tuple(row for row in data.rows if row.images is None))
+    # Of one size in patches, with other pixels.
+    alike = [n for n in pictured if _sizes(data.rows[n]) == _sizes(data.rows[pictured[0]])]
     for label, rows, cut in (
         ("of images in one pack", data, ONE_PASS),
         ("of images in the opposite order", backwards, ONE_PASS),
         ("of images next to copies of a text", alternating, ONE_PASS),
         ("of images alone", data.select(pictured), ONE_PASS),
+        ("of images of one size", data.select(alike * subject.layout.dp), ONE_PASS),
         ("of text alone", text, ONE_PASS),
         ("of one sequence at a time", data, MicroBatchSpec(count=len(LENGTHS))),
     ):
         subject.verify_logprobs(label, group, model, rows, cut)
+
+
+def _sizes(row: Row) -> tuple[tuple[int, int], ...]:
+    return () if row.images is None else row.images.sizes
 
 
 @check("I1.images", families=VISION, each="layout")

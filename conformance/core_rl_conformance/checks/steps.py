@@ -11,7 +11,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.mistakes import Steps, compare_steps
-from core_rl_conformance.inputs.losses import InfiniteGradientLoss, TokenMeanLoss
+from core_rl_conformance.inputs.losses import InfiniteGradientLoss, ScaledLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import DEEP
 from core_rl_conformance.procedures.moving import state, verify_state
 from core_rl_conformance.procedures.outputs import verify_outputs
@@ -29,6 +29,8 @@ from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
 
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)
+SMALL = -14
+"""A power of two, of a loss whose gradients are below the limit of clipping."""
 DECAYING = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
 
 
@@ -36,8 +38,10 @@ DECAYING = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0
 def clipping_scales_the_update(subject: EngineUnderTest) -> None:
     """With a tiny ``max_grad_norm`` the update is that of the scaled gradients; the reported norm is not scaled.
 
+    Gradients whose norm is smaller stay as they are.
+
     Why: an engine that computes the norm and forgets to clip, or clips each shard by its own norm, looks
-    right until the first spike.
+    right until the first spike; one that scales all gradients to the limit looks right until they are small.
     Look at: ``TrainBackend.step``, which must scale every gradient before the optimizer runs; and whether the
     configured ``betas`` and ``eps`` reach the optimizer, since this check sets an ``eps`` of its own.
     """
@@ -47,6 +51,9 @@ def clipping_scales_the_update(subject: EngineUnderTest) -> None:
     shadow = Shadow.of(group, config)
     shadow.train(subject, group, [subject.data(seed=s).batch() for s in range(3)], LOSS.spec(), ONE_PASS)
     shadow.verify(subject, group, "after clipped steps")
+    small = ScaledLoss(exponent=SMALL)
+    shadow.train(subject, group, [subject.data(seed=3).batch()], small.spec(), ONE_PASS)
+    shadow.verify(subject, group, "after a step whose norm is below the limit")
 
 
 @check("I1.train-batch", any_model=True)

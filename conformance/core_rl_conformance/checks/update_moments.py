@@ -156,7 +156,11 @@ def updates_arrive_in_any_state(subject: EngineUnderTest) -> None:
     begin = [
         {**usual, "method": method, "state": state, "tensors": tensors, "buckets": size}
         for method in options["method"]
-        for state, tensors, size in (("in flight", "all", "many"), ("awake", "a few values", "one"))
+        for state, tensors, size in (
+            ("in flight", "all", "many"),
+            ("awake", "a few values", "one"),
+            ("awake", "none", "one"),
+        )
     ]
     _verify_updates(subject, covering_array(options, subject.case.seed, begin=begin))
     if BUFFERED in CONFIG_MAPPING and not subject.case.target.model_dir:

@@ -32,6 +32,23 @@ class MergesWithoutTheRoot(AdaptedReference):
         return {name: replace(product, scaling=scale) for name, product in super().low_rank().items()}
 
 
+@Mutant("I12.adapter-merged", "a merge in bfloat16 (I12)", "are other bfloat16 numbers", dtype="bfloat16")
+class MergesRoundedParts(AdaptedReference, OwnExport):
+    """In bfloat16, base and product are rounded before they are added."""
+
+    def export_tensors(self, kind: str) -> NamedTensors:
+        master = {part.name: part.tensor.detach().float() for part in self.state().local("master")}
+        products = self.low_rank() if kind == "params" else {}
+        for name, value in super().export_tensors(kind):
+            if value is None or name not in products:
+                yield name, value
+                continue
+            product, whole = products[name], tuple(slice(0, size) for size in value.shape)
+            zero = torch.zeros_like(master[name])
+            delta = product.added_to(zero, master[product.a], master[product.b], whole)
+            yield name, master[name].to(value.dtype) + delta.to(value.dtype)
+
+
 @Mutant("I11.adapter-alone", "TensorRT-LLM #1668", "adapter_config.json has .*'use_rslora': False")
 class RootNotWritten(AdaptedReference):
     """The saved config does not mark the adapter as rank-stabilised."""

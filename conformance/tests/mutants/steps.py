@@ -177,6 +177,16 @@ class InfinityIsFiltered(OwnNorm):
         return [replace(part, tensor=part.tensor.nan_to_num(0.0, 0.0, 0.0)) for part in super().counted()]
 
 
+@Mutant("I4.clipping", "a coefficient without clamp(max=1)", "after a step whose norm is below the limit")
+@inside(ReferenceBackend, "step")
+class ScalesSmallGradientsUp(TrainStep):
+    """Gradients are scaled to the limit, smaller ones too."""
+
+    def clip_scale(self, optimizer: OptimizerConfig, norm: float) -> float:
+        limit = optimizer.max_grad_norm
+        return 1.0 if limit is None else limit / (norm + 1e-6)
+
+
 @Mutant("contract.forward-only", "weights that need no master (contract)", "the head without an optimizer")
 class HeadRoundedWithoutOptimizer(ReferenceBackend):
     """An engine that does not train holds its scalar head in bfloat16."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -105,6 +106,24 @@ class FrozenTowerStopsMerger(_BentFeatures):
     def bent(self, features: Tensor) -> Tensor:
         trained = next(self.tower.parameters()).requires_grad
         return features if trained else features.detach()
+
+
+@OfQwen("I6.images", "features that are kept by size (I6)", "log-probs of images")
+class ImagesOfOneSizeAreEqual(_Tower):
+    """In a micro-batch, images of one size have the pixels of the first."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        self.tower.register_forward_pre_hook(_first_of_each_size, with_kwargs=True)
+
+
+def _first_of_each_size(
+    _module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any]
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    sizes = [tuple(size) for size in options["grid_thw"].tolist()]
+    parts = args[0].split([math.prod(size) for size in sizes])
+    first = dict(zip(sizes[::-1], parts[::-1], strict=True))
+    return (torch.cat([first[size] for size in sizes]), *args[1:]), options
 
 
 @OfQwen(

@@ -15,6 +15,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.weight_sync.delta import BASE, DIGEST
 from mutants.zoo import Mutant
 
 
@@ -152,6 +153,18 @@ class KeepsAdaptersByFactorsA(ReferenceRolloutBackend):
         if any(not torch.equal(value, before.get(name, value + 1)) for name, value in first.items()):
             super()._install_adapter(factors, version)
         self._first, self._served_version = first, version
+
+
+@Mutant("I12.updates", "changes without a tensor (I12)", "the engine has the version|the weights had")
+class DropsEmptyChanges(ReferenceRolloutBackend):
+    """An update without a changed tensor is left out, and its version with it."""
+
+    def _install_changes(self, items: Iterable[tuple[str, Tensor]], meta: WeightUpdateMeta) -> None:
+        sent = dict(items)
+        if BASE in sent and sent.keys() <= {BASE, DIGEST}:
+            self._received.commit(self._received.decode(sent.items()), meta.version)
+        else:
+            super()._install_changes(sent.items(), meta)
 
 
 @Mutant("I12.updates", "an update to the version that it has (I12)", "version: (same|earlier)")
