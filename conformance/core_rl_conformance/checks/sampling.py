@@ -204,7 +204,7 @@ def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
     """An answer ends with EOS (unless ``ignore_eos``) or a token of ``stop_token_ids``, and that token has a log-prob.
 
     EOS is each id of the config's list, and ends an answer as each of ``stop_token_ids`` does. Texts of
-    ``stop`` count in the response alone.
+    ``stop`` count in the response alone, and may have many tokens. So it is after an update, too.
 
     Why: an answer without its EOS never teaches the policy to stop, and an answer that runs on is
     rewarded for unread tokens (I19). An answer that ends as its tokens run out is finished, and not cut off.
@@ -227,11 +227,13 @@ def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
         for _, changes, start in table
     ]
     engine = subject.serve(model, keep=False)
-    _verify_ends(subject, "with", path, eos_ids, table, ask(engine, requests))
+    responses = ask(engine, requests)
+    _verify_ends(subject, "with", path, eos_ids, table, responses)
     if subject.spec.supports(Capability.SYNC_DISK):
         installed(engine, published(subject, model, 1))
-        _verify_ends(subject, "after an update, with", path, eos_ids, table, ask(engine, requests))
-    verify_logprobs(subject, "log-probs of answers with their stop token", model, ask(engine, requests))
+        responses = ask(engine, requests)
+        _verify_ends(subject, "after an update, with", path, eos_ids, table, responses)
+    verify_logprobs(subject, "log-probs of answers with their stop token", model, responses)
 
 
 Ways = list[tuple[str, dict[str, Any], int]]
