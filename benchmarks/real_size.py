@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "core/tests"))
 
 import torch
-from common.measure import show, spread
+from common.measure import rounds, show, spread
 from common.options import options, read
 from common.real_memory import equal, export, load
 from common.real_sides import QWEN2_5_0_5B, Cost, Line, steps_of
@@ -72,12 +72,14 @@ def make_model(directory: Path, shape: Mapping[str, Any]) -> Path:
 
 def _beside(label: str, engine: str, hand: str, arguments: argparse.Namespace) -> list[Line]:
     """Rounds of both sides; each round begins with the other one."""
-    costs: dict[str, list[Cost]] = {engine: [], hand: []}
-    for number in range(arguments.rounds):
-        for side in (engine, hand) if number % 2 else (hand, engine):
-            steps = steps_of(side, str(arguments.model), arguments.steps)
-            costs[side].append(Cost(*map(statistics.median, zip(*map(astuple, steps), strict=True))))
-            Console(stderr=True).log(side, steps)
+
+    def cost(side: str) -> Cost:
+        steps = steps_of(side, str(arguments.model), arguments.steps)
+        Console(stderr=True).log(side, steps)
+        return Cost(*map(statistics.median, zip(*map(astuple, steps), strict=True)))
+
+    sides = {side: partial(cost, side) for side in (engine, hand)}
+    costs = rounds(sides, repeats=arguments.rounds, warmup=0)
     figures: dict[str, Callable[[Cost], float]] = {
         "CPU seconds": lambda cost: cost.cpu_s,
         "seconds": lambda cost: cost.wall_s,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from common.workload import MODEL, skewed_lengths
@@ -61,12 +60,8 @@ def packed_rollout(rollout: Rollout) -> SequenceBatch:
     groups = torch.arange(len(rollout.prompts)).repeat_interleave(rollout.group)
     batch = SequenceBatch.from_sequences(rows, tokens={"loss_mask": masks})
     rewards = torch.tensor([reward_of(completion) for completion in rollout.completions])
-    batch = batch.with_tokens(logprobs=_logprobs(batch)).with_sequences(rewards=rewards, group=groups)
-    return replace(batch, unit=groups)
-
-
-def _logprobs(batch: SequenceBatch) -> Tensor:
-    return torch.where(batch.loss_mask, LOGPROB, 0.0)
+    batch = batch.with_tokens(logprobs=torch.where(batch.loss_mask, LOGPROB, 0.0))
+    return replace(batch.with_sequences(rewards=rewards, group=groups), unit=groups)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -80,12 +80,10 @@ class ParameterRules:
 
     def check(self, trained: Mapping[str, Shape]) -> None:
         """Raise `ConfigError` for rules that match none of the ``trained`` checkpoint tensors."""
-        raise_all(ConfigError, "optimizer.rules", self._violations(trained))
-
-    def _violations(self, trained: Mapping[str, Shape]) -> Iterator[str]:
-        for rule in self.config.rules:
-            if not any(fnmatchcase(name, rule.pattern) for name in trained):
-                yield (
-                    f"the pattern {rule.pattern!r} matches no trained parameter; their names look like "
-                    f"{', '.join(list(trained)[:3])}"
-                )
+        examples = ", ".join(list(trained)[:3])
+        problems = (
+            f"the pattern {rule.pattern!r} matches no trained parameter; their names look like {examples}"
+            for rule in self.config.rules
+            if not any(fnmatchcase(name, rule.pattern) for name in trained)
+        )
+        raise_all(ConfigError, "optimizer.rules", problems)

@@ -167,17 +167,15 @@ def _shards(contents: Contents, meta: SaveLoadMeta) -> Iterator[Shard]:
     """Tensors, unless the backend writes them itself, and where asked this rank's random and opaque states."""
     if not isinstance(contents.backend, SupportsOwnCheckpoint):
         yield from contents.tensors.shards(contents.kinds(meta))
-    for name, state in _own_states(contents).items() if contents.with_moments(meta) else ():
-        yield Shard(f"{name}/{contents.world.rank}", state, tuple(state.shape), (0,) * state.dim())
-
-
-def _own_states(contents: Contents) -> dict[str, Tensor]:
+    if not contents.with_moments(meta):
+        return
     states = {f"rng/{name}": state for name, state in contents.rng.states().items()}
     if isinstance(contents.backend, SupportsRngState):
         states |= {f"backend_rng/{name}": state for name, state in contents.backend.rng_state().items()}
     if isinstance(contents.backend, SupportsOpaqueState):
         states |= {f"opaque/{name}": state for name, state in contents.backend.opaque_state().items()}
-    return states
+    for name, state in states.items():
+        yield Shard(f"{name}/{contents.world.rank}", state, tuple(state.shape), (0,) * state.dim())
 
 
 def _load_local_state(contents: Contents, files: ShardFiles, *, same_layout: bool) -> None:

@@ -165,7 +165,11 @@ def parse_manifest(text: bytes, place: str) -> Manifest:
                 f"{place} was written by core-rl {body['core_rl']} in format {version}; this is core-rl "
                 f"{__version__}, which reads up to {FORMAT}. Upgrade core-rl"
             )
-        files = {_inside(name): FileRecord(**record) for name, record in body["files"].items()}
+        files = {name: FileRecord(**record) for name, record in body["files"].items()}
+        for name in files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"the file {name!r} lies outside of the directory")
         return Manifest(kind=body["kind"], state=body["state"], files=files, core_rl=body["core_rl"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
@@ -183,13 +187,6 @@ def check_ours(text: bytes | None, place: str) -> None:
             f"{place} exists and is not a checkpoint of core-rl, so it is not replaced ({error}); "
             "choose another path, or remove it"
         ) from error
-
-
-def _inside(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"the file {name!r} lies outside of the directory")
-    return name
 
 
 def all_files(directory: Path, manifest: Manifest) -> dict[str, FileRecord]:

@@ -319,7 +319,11 @@ def spread_heads(query: Tensor, key: Tensor, value: Tensor, context: Comm) -> tu
         ``[1, heads / size, T, D]``, and keys and values of just the heads that these queries look at.
     """
     check_heads(query.shape[1], context.size)
-    copies = _copies(query.shape[1], key.shape[1], context.size)
+    heads, kv_heads = query.shape[1], key.shape[1]
+    # Copies of each key and value head, so that equally many go to each rank, in step with the queries.
+    copies = math.lcm(kv_heads, context.size) // kv_heads
+    if heads % (kv_heads * copies):
+        copies = heads // kv_heads
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
     return (
@@ -327,9 +331,3 @@ def spread_heads(query: Tensor, key: Tensor, value: Tensor, context: Comm) -> tu
         all_to_all(key, context, split=1, join=2),
         all_to_all(value, context, split=1, join=2),
     )
-
-
-def _copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """Copies of each key and value head, so that equally many go to each rank, in step with the queries."""
-    fewest = math.lcm(kv_heads, ranks) // kv_heads
-    return fewest if heads % (kv_heads * fewest) == 0 else heads // kv_heads

@@ -52,7 +52,10 @@ def local_part(tensor: Tensor) -> LocalPart:
             )
         dim = _cut_dim(placement)
         if dim is not None:
-            bounds[dim] = _chunk(bounds[dim], mesh.size(axis), coordinate[axis])
+            start, stop = bounds[dim]
+            size = -(-(stop - start) // mesh.size(axis))  # as of `torch.chunk`: the last parts may be smaller
+            first = start + size * coordinate[axis]
+            bounds[dim] = min(stop, first), min(stop, first + size)
     with torch.no_grad():  # the tensor inside, without a dispatch
         return LocalPart(tensor.to_local(), tuple(start for start, _ in bounds))
 
@@ -74,10 +77,3 @@ def _cut_dim(placement: Placement) -> int | None:
     """The dimension along which ``placement`` cuts, strided or not; None for replicas."""
     dim: int | None = getattr(placement, "dim", None)
     return dim
-
-
-def _chunk(bounds: tuple[int, int], count: int, number: int) -> tuple[int, int]:
-    """The bounds of one part of `torch.chunk`: all parts but the last ones are equally large."""
-    start, stop = bounds
-    size = -(-(stop - start) // count)
-    return min(stop, start + size * number), min(stop, start + size * (number + 1))

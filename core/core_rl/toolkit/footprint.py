@@ -52,7 +52,10 @@ def footprint_of(model: ModelConfig) -> Footprint:
     # Multi-head latent attention has values of a width of their own.
     value_width, shared = getattr(text, "v_head_dim", None), getattr(text, "qk_head_dim", None)
     ratio = value_width / shared if value_width and shared else 1.0
-    routed, shared_width = _routed(text), getattr(text, "shared_expert_intermediate_size", None) or 0
+    # See `Footprint.routed`: tokens are sorted for each of their experts and back.
+    expert_width = getattr(text, "moe_intermediate_size", None) or _mlp_width(text)
+    routed = (getattr(text, "num_experts_per_tok", None) or 0) * (4 * expert_width + 2 * text.hidden_size)
+    shared_width = getattr(text, "shared_expert_intermediate_size", None) or 0
     inside_mlp = routed + 4 * shared_width if routed else 4 * _mlp_width(text)
     return Footprint(
         parameters=_count(built.parameters()),
@@ -80,13 +83,6 @@ def _widths(config: PretrainedConfig) -> tuple[int, int]:
     width = width or config.hidden_size // heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     return heads * width, groups * width
-
-
-def _routed(config: PretrainedConfig) -> int:
-    """See `Footprint.routed`: tokens are sorted for each of their experts and back."""
-    experts = getattr(config, "num_experts_per_tok", None) or 0
-    width = getattr(config, "moe_intermediate_size", None) or _mlp_width(config)
-    return int(experts * (4 * width + 2 * config.hidden_size))
 
 
 def _mlp_width(config: PretrainedConfig) -> int:

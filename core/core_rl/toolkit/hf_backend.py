@@ -367,9 +367,12 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
 
     def opaque_state(self) -> Mapping[str, Tensor]:
         """Codes and scales of this rank's moments of 8 bits."""
+        states = {} if self.optimizer is None else self.optimizer.state
         return {
             f"{name}/{kind}/{part}": tensor
-            for name, kind, moment in self._eight_bit_moments()
+            for name, parameter in self.owned.items()
+            for kind, moment in states.get(parameter, {}).items()
+            if is_eight_bit(moment)
             for part, tensor in memory_of(moment).items()
         }
 
@@ -382,12 +385,6 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         }:
             for name, value in state.items():
                 local[name].copy_(value)
-
-    def _eight_bit_moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Name, kind and moment."""
-        for name, parameter in self.owned.items():
-            moments = {} if self.optimizer is None else self.optimizer.state.get(parameter, {})
-            yield from ((name, kind, moment) for kind, moment in moments.items() if is_eight_bit(moment))
 
 
 def _owned(parameter: nn.Parameter) -> nn.Parameter:

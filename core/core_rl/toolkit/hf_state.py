@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -117,16 +117,13 @@ class HFShardedState:
             grad = parameter.grad
             yield local_part(torch.zeros_like(parameter) if grad is None else grad)
         else:
-            with self._moment(name, kind) as moment:
+            assert self._optimizer is not None  # it has the kinds of `optimizer_kinds`
+            state = self._optimizer.state[self._owned[name]][kind]
+            with as_float32(state) if is_eight_bit(state) else nullcontext(state) as moment:
                 if isinstance(moment, DTensor):
                     yield local_part(moment)
                 else:
                     yield LocalPart(moment, local_part(parameter).offsets)
-
-    def _moment(self, name: str, kind: str) -> AbstractContextManager[Tensor]:
-        assert self._optimizer is not None  # it has the kinds of `optimizer_kinds`
-        moment = self._optimizer.state[self._owned[name]][kind]
-        return as_float32(moment) if is_eight_bit(moment) else nullcontext(moment)
 
 
 def checkpoint_layout(model: PreTrainedModel) -> CheckpointLayout:

@@ -110,13 +110,11 @@ class TokenSlice:
 
     def attention(self, context: Comm | None, tensor: Comm | None = None) -> Segments:
         """The segments that attention stays in; tokens are spread over ``context``, heads over ``tensor``."""
-        return Segments(self.segments, context, tensor, self._paths())
-
-    def _paths(self) -> tuple[tuple[int, ...], ...] | None:
         if self.tree is None:
-            return None
+            return Segments(self.segments, context, tensor)
         number = len(self.tree.paths)
-        return self.tree.paths + (((number,),) if len(self.segments) > number + 1 else ())
+        padding = ((number,),) if len(self.segments) > number + 1 else ()
+        return Segments(self.segments, context, tensor, self.tree.paths + padding)
 
     def part_of(self, values: Tensor) -> Tensor:
         """The part ``[..., L]`` of ``values [..., T]`` of all tokens; padding has zeros."""

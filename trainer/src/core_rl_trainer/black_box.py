@@ -177,8 +177,12 @@ def _config(spec: EngineSpec, setup: TrainerSetup) -> TrainEngineConfig:
     optimizer = setup.optimizer
     assert isinstance(optimizer, AdamW), "the spec names no SGD"
     head = "reward" if setup.loss.objective == "bradley_terry" else "lm"
+    lora = None
+    if setup.adapter_dir is not None:
+        saved = json.loads((Path(setup.adapter_dir) / "adapter_config.json").read_text())
+        lora = {"rank": saved["r"], "alpha": saved["lora_alpha"], "target_modules": saved["target_modules"]}
     values = {
-        "model": {"path": setup.model_dir, "head": head, "lora": _lora(setup.adapter_dir)},
+        "model": {"path": setup.model_dir, "head": head, "lora": lora},
         "layout": {"dp": setup.ranks},
         "dtype": setup.dtype,
         "optimizer": {**asdict(optimizer), "schedule": asdict(setup.schedule)},
@@ -186,14 +190,6 @@ def _config(spec: EngineSpec, setup: TrainerSetup) -> TrainEngineConfig:
     config = parse_config(load_config(spec), values, "the setup of the trainer")
     assert isinstance(config, TrainEngineConfig)
     return config
-
-
-def _lora(path: str | None) -> dict[str, Any] | None:
-    """The section ``model.lora`` for an adapter in ``path``."""
-    if path is None:
-        return None
-    config = json.loads((Path(path) / "adapter_config.json").read_text())
-    return {"rank": config["r"], "alpha": config["lora_alpha"], "target_modules": config["target_modules"]}
 
 
 def _cut(cut: MicroBatches, count: int) -> MicroBatchSpec:

@@ -16,7 +16,6 @@ from core_rl.backend.protocols import LowRank
 from core_rl.backend.train_backend import BuildContext
 from core_rl.distributed.agreement import on_all
 from core_rl.errors import ConfigError
-from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.vision import has_tower
 from core_rl_megatron.adapters import add_adapters
 from core_rl_megatron.config import MegatronConfig, MegatronOptions
@@ -67,7 +66,11 @@ def build_stage(
     if context.config.model.lora is not None:
         for chunk in chunks:
             boxes |= add_adapters(chunk, boxes, products, context.config.model.lora)
-    boxes = {parameter: _as_written(row_boxes, tensors.layout) for parameter, row_boxes in boxes.items()}
+    # Under the names that files have; experts have theirs already.
+    boxes = {
+        parameter: tuple(replace(box, name=tensors.layout.names(box.name)[0]) for box in row_boxes)
+        for parameter, row_boxes in boxes.items()
+    }
     spread = max(context.layout.ep, context.layout.tp) > 1
     for chunk in chunks:
         mark_experts(chunk.named_parameters(), spread=spread)
@@ -92,11 +95,6 @@ def wrap_chunks(model: StageModel, options: MegatronOptions) -> list[Any]:
         DistributedDataParallel(chunk.config, plan, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model.chunks)
     ]
-
-
-def _as_written(boxes: tuple[RowBox, ...], layout: CheckpointLayout) -> tuple[RowBox, ...]:
-    """``boxes`` under the names that files have; experts have theirs already."""
-    return tuple(replace(box, name=layout.names(box.name)[0]) for box in boxes)
 
 
 def _freeze(boxes: dict[nn.Parameter, tuple[RowBox, ...]], trained: frozenset[str]) -> None:
@@ -182,8 +180,10 @@ class Buckets:
     def abandon(self) -> None:
         """Forget collectives of a failed pass. A lone rank waits for them; peers may never reach them."""
         for group in self._groups:
+            spread = group.ddp_config.use_distributed_optimizer
+            ranks = group.intra_distributed_optimizer_instance_group if spread else group.data_parallel_group
             for handle in (group.grad_reduce_handle, group.param_gather_handle):
-                if handle is not None and _is_alone(group):
+                if handle is not None and ranks.size() == 1:
                     handle.wait()
             forget_reduction(group)
             group.param_gather_handle = None
@@ -197,10 +197,3 @@ class Buckets:
         for chunk in self._chunks:
             if chunk.use_forward_hook:
                 chunk.disable_forward_pre_hook(param_sync=False)
-
-
-def _is_alone(group: Any) -> bool:
-    """Whether no other rank has the bucket."""
-    spread = group.ddp_config.use_distributed_optimizer
-    ranks = group.intra_distributed_optimizer_instance_group if spread else group.data_parallel_group
-    return bool(ranks.size() == 1)

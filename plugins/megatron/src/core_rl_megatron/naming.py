@@ -177,7 +177,10 @@ def _parts(chunk: PackedGPT, module: str, rows: int, rank: int) -> Iterable[tupl
         half = rows // 2
         return [("gate_proj", half, rank * half), ("up_proj", half, rank * half)]
     if module in GROUPED:
-        return _grouped(GROUPED[module], rows, _expert_count(chunk.config), rank)
+        names, experts = GROUPED[module], _expert_count(chunk.config)
+        size = rows // experts // len(names)
+        local = range(rank * experts, (rank + 1) * experts)
+        return [(f"experts.{expert}.{name}", size, 0) for expert in local for name in names]
     if module not in NAMES:
         raise EngineContractError(f"Megatron's parameters of {module!r} have no name in transformers")
     name, divided = NAMES[module]
@@ -189,13 +192,6 @@ def _parts(chunk: PackedGPT, module: str, rows: int, rank: int) -> Iterable[tupl
 def _expert_count(config: TransformerConfig) -> int:
     """Experts of one rank."""
     return int(config.num_moe_experts or 0) // int(config.expert_model_parallel_size)
-
-
-def _grouped(names: Sequence[str], rows: int, experts: int, rank: int) -> Iterator[tuple[str, int, int]]:
-    """Projections with these ``names``, expert after expert."""
-    for expert in range(rank * experts, (rank + 1) * experts):
-        for name in names:
-            yield f"experts.{expert}.{name}", rows // experts // len(names), 0
 
 
 def _query_key_value(config: TransformerConfig, rank: int) -> Iterator[tuple[str, int, int]]:

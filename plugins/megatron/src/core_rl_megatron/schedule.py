@@ -125,19 +125,18 @@ class Schedule:
         1 / (data and context parallel ranks) out and adds up (``gradient_scaling_factor = 1.0``); and
         `finalize_model_grads` divides by a number of tokens if it gets one, and gets none.
         """
-        outputs = self._outputs(step, PackedStates(hidden.squeeze(1), tokens, micro_batch, self.shards))
+        last = self._model.chunks[-1]
+        states = PackedStates(hidden.squeeze(1), tokens, micro_batch, self.shards)
+        if self._head == "lm":
+            head, weight = LanguageModelHead(vocab_size=last.true_vocab_size), last.head_weight()
+            outputs = head.outputs(states, weight, None, step.outputs, step.temperature, step.trained_only)
+        else:
+            outputs = scalar_outputs(states, last.output_layer, self._head)
         if "aux_loss" in step.outputs or "routing" in step.outputs:
             family = self._model.hf_config.model_type
             outputs |= whole_outputs(routings, self.shards, tokens, micro_batch, step.outputs, family)
         loss = step(ModelOutput(**outputs), micro_batch)
         return loss, torch.tensor(1, dtype=torch.int), {}
-
-    def _outputs(self, step: MicroBatchStep, states: PackedStates) -> dict[str, Tensor]:
-        last = self._model.chunks[-1]
-        if self._head != "lm":
-            return scalar_outputs(states, last.output_layer, self._head)
-        head, weight = LanguageModelHead(vocab_size=last.true_vocab_size), last.head_weight()
-        return head.outputs(states, weight, None, step.outputs, step.temperature, step.trained_only)
 
 
 class StageMessages(P2PCommunicator):  # type: ignore[misc]

@@ -136,14 +136,12 @@ class SglangAdapterForm(AdapterForm):
 
     def write(self, factors: Mapping[str, Tensor], directory: Path) -> None:
         tensors = {**factors, **{name: torch.zeros(shape) for name, shape in self.absent.items()}}
-        super().write({name: self._padded(name, value) for name, value in tensors.items()}, directory)
-
-    def _padded(self, name: str, factor: Tensor) -> Tensor:
-        if name.endswith(f".down_proj{A}"):
-            return F.pad(factor, (0, -factor.shape[1] % self.multiple))
-        if name.endswith((f".gate_proj{B}", f".up_proj{B}")):
-            return F.pad(factor, (0, 0, 0, -factor.shape[0] % self.multiple))
-        return factor
+        for name, factor in tensors.items():
+            if name.endswith(f".down_proj{A}"):
+                tensors[name] = F.pad(factor, (0, -factor.shape[1] % self.multiple))
+            elif name.endswith((f".gate_proj{B}", f".up_proj{B}")):
+                tensors[name] = F.pad(factor, (0, 0, 0, -factor.shape[0] % self.multiple))
+        super().write(tensors, directory)
 
 
 def _absent(

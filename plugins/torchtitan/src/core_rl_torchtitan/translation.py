@@ -45,7 +45,12 @@ def check_model_layout(model: PretrainedConfig, layout: ParallelLayout) -> None:
             f"it knows {', '.join(FAMILIES)}: use these, or the engine 'fsdp'"
         )
     raise_all(UnsupportedCapability, f"this {model.model_type!r} model", _variants(model))
-    raise_all(LayoutError, f"layout {layout} of this {model.model_type!r} model", _misfits(model, layout))
+    misfits = list(layout.misfits(model))
+    if getattr(model, "num_experts", None) and layout.tp > 1:
+        misfits.append(
+            f"tp={layout.tp} for a mixture of experts, which was not tried; set tp to 1, and ep or cp above"
+        )
+    raise_all(LayoutError, f"layout {layout} of this {model.model_type!r} model", misfits)
     check_heads(model.num_attention_heads // layout.tp, layout.cp)
 
 
@@ -66,13 +71,6 @@ def _variants(model: PretrainedConfig) -> Iterator[str]:
         yield f"rope_type={rope['rope_type']!r}; torchtitan computes {', '.join(known)} as transformers does"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         yield f"partial_rotary_factor={rope['partial_rotary_factor']}; torchtitan turns all of each head"
-
-
-def _misfits(model: PretrainedConfig, layout: ParallelLayout) -> Iterator[str]:
-    """Every number of ``model`` that does not go with ``layout``."""
-    yield from layout.misfits(model)
-    if getattr(model, "num_experts", None) and layout.tp > 1:
-        yield f"tp={layout.tp} for a mixture of experts, which was not tried; set tp to 1, and ep or cp above"
 
 
 def decoder_config(model: PretrainedConfig, layout: ParallelLayout, head: Head) -> Decoder.Config:

@@ -189,12 +189,19 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         rewards = batch[REWARDS].float()
         if config.overlong is not None:
             rewards = rewards + overlong_penalty(batch, config.overlong.max_length, config.overlong.buffer)
-        earned = token_rewards(rewards, batch, self._penalties(batch))
+        penalty = None  # of the KL to the reference, for each token
+        if config.kl_in == "reward" and config.kl_coef:
+            penalty = self._kl_coef * self._divergence(batch, config.kl_estimator)
+        earned = token_rewards(rewards, batch, penalty)
         batch = batch.with_tokens(**{TOKEN_REWARDS: earned})
         if config.drop_equal_groups:
             mask = groups_with_signal(batch[REWARDS], batch[GROUP])
             batch = batch.select(mask.nonzero().flatten().tolist())
-        batch = batch.with_tokens(**self._advantages(batch, comm))
+        advantages = config.advantage(batch, comm).float()
+        batch = batch.with_tokens(**{ADVANTAGES: advantages})
+        if VALUES in batch:
+            returns = masked_fill(batch[VALUES], batch.loss_mask) + advantages
+            batch = batch.with_tokens(**{RETURNS: returns})
         if config.mask_truncated_completions:
             truncated = truncated_sequences(batch, "mask_truncated_completions")
             batch = batch.select((~truncated).nonzero().flatten().tolist())
@@ -205,18 +212,6 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         if config.correction is not None:
             fields[IMPORTANCE] = config.correction.limited(config.correction.ratios(batch))
         return batch.with_tokens(**fields)
-
-    def _penalties(self, batch: SequenceBatch) -> torch.Tensor | None:
-        """The KL penalty that is subtracted from the reward of each token, ``[T]``."""
-        if self.config.kl_in != "reward" or not self.config.kl_coef:
-            return None
-        return self._kl_coef * self._divergence(batch, self.config.kl_estimator)
-
-    def _advantages(self, batch: SequenceBatch, comm: Comm) -> dict[str, torch.Tensor]:
-        advantages = self.config.advantage(batch, comm).float()
-        if VALUES not in batch:
-            return {ADVANTAGES: advantages}
-        return {ADVANTAGES: advantages, RETURNS: masked_fill(batch[VALUES], batch.loss_mask) + advantages}
 
     def _divergence(self, batch: SequenceBatch, estimator: KLEstimator) -> torch.Tensor:
         """Estimates of KL(policy || reference) before the updates, ``[T]``."""

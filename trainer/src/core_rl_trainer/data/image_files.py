@@ -225,7 +225,12 @@ def read_image(source: str | bytes, most_pixels: int) -> Image:
         raise BatchError("is not there; correct the path, which is relative to the data") from error
     except UnidentifiedImageError as error:
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
-        raise BatchError(f"cannot be read: {_problem(content)}") from error
+        problem = (
+            "Pillow knows no such format; save it as PNG or JPEG" if content else "it is empty; copy it again"
+        )
+        if content.startswith(b"version https://git-lfs"):
+            problem = "it is a pointer of Git LFS; run `git lfs pull` in its repository"
+        raise BatchError(f"cannot be read: {problem}") from error
     except Image.DecompressionBombError as error:
         raise BatchError(f"has more pixels than Pillow reads; make it smaller ({error})") from error
     except UNREADABLE as error:
@@ -233,13 +238,6 @@ def read_image(source: str | bytes, most_pixels: int) -> Image:
         raise BatchError(
             f"cannot be read: {reason or error}; copy it again, or save it as PNG or JPEG"
         ) from error
-
-
-def _problem(content: bytes) -> str:
-    """The problem of a file that Pillow does not know."""
-    if content.startswith(b"version https://git-lfs"):
-        return "it is a pointer of Git LFS; run `git lfs pull` in its repository"
-    return "Pillow knows no such format; save it as PNG or JPEG" if content else "it is empty; copy it again"
 
 
 def small_copy(source: str | bytes, side: int) -> str | None:

@@ -319,12 +319,14 @@ class _Places:
         """A text, or messages, with markers; values of another form stay as they are."""
         if isinstance(value, str):
             return self._text(value)
-        return [self._message(message) for message in value] if isinstance(value, list) else value
-
-    def _message(self, message: Any) -> Any:
-        if isinstance(message, Mapping) and message.get("role") == "assistant":
-            return message
-        return with_content(message, self._part, self._text)
+        if not isinstance(value, list):
+            return value
+        return [
+            message
+            if isinstance(message, Mapping) and message.get("role") == "assistant"
+            else with_content(message, self._part, self._text)
+            for message in value
+        ]
 
     def _part(self, part: Any) -> Any:
         if isinstance(part, Mapping) and isinstance(part.get("text"), str):

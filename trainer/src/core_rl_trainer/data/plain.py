@@ -169,7 +169,10 @@ def json_text(value: object) -> str:
 
 def _text(value: object) -> str:
     if isinstance(value, Mapping):
-        members = {_name(name): _text(member) for name, member in value.items()}
+        members = {
+            name if isinstance(name, str) else _text(name).strip('"'): _text(member)
+            for name, member in value.items()
+        }
         if len(members) < len(value):
             raise BatchError(f"has names that are equal in JSON: {shown(list(value))}")
         pairs = (f"{json.dumps(name, ensure_ascii=False)}: {text}" for name, text in members.items())
@@ -209,10 +212,6 @@ def _scalar(value: object) -> str:  # noqa: PLR0911  (a table of types)
     if is_picture(value):
         return json.dumps(_data_uri(png(value)))
     raise BatchError(f"is of the type {type(value).__name__}, which JSON has not")
-
-
-def _name(name: object) -> str:
-    return name if isinstance(name, str) else _text(name).strip('"')
 
 
 def _data_uri(content: bytes) -> str:

@@ -109,7 +109,10 @@ def with_implicit_prompt(example: Example) -> Example:
             f"has a {names[0]!r} that is the beginning of {names[1]!r}; remove the row, or add a 'prompt'"
         )
     if isinstance(first, str):
-        same = _between_words(first, second, same)
+        # The last place that cuts no word of either text; the blank before a word belongs to it.
+        while same and _is_inside(first[same - 1]) and (_is_inside(first[same]) or _is_inside(second[same])):
+            same -= 1
+        same -= same > 0 and first[same - 1] == " "
         if not first[:same].strip():
             raise BatchError(
                 "has 'chosen' and 'rejected' that begin with nothing that they share; add a 'prompt'"
@@ -126,13 +129,6 @@ def with_implicit_prompt(example: Example) -> Example:
             "correct it, or leave the column out"
         )
     return {"prompt": first[:same], "chosen": first[same:], "rejected": second[same:]}
-
-
-def _between_words(first: str, second: str, same: int) -> int:
-    """The last place up to ``same`` that cuts no word of either text; the blank before a word belongs to it."""
-    while same and _is_inside(first[same - 1]) and (_is_inside(first[same]) or _is_inside(second[same])):
-        same -= 1
-    return same - (same > 0 and first[same - 1] == " ")
 
 
 def _is_inside(letter: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from core_rl.backend.meta import CheckpointFormat
@@ -134,7 +134,11 @@ def plan_online_engines(
     }
     served = {"path": model.path, "vision": model.vision, "lora": _served_adapter(section.sync, model)}
     _, unplaced = engines.configure(section.engine, "inference", {"model": served}, {})
-    servers = _server_slots(unplaced.layout.world_size, placement, cluster)
+    count = unplaced.layout.world_size
+    if on_machines:
+        servers = place_ranks(count, placement.of("rollout"), cluster)
+    else:  # on devices of the driver's machine
+        servers = tuple(Slot(0, device) for device in placement.devices("rollout") or range(count))
     shares = not set(servers).isdisjoint(slot for role in slots.values() for slot in role)
     spec, config = _configured_rollout(
         engines,
@@ -192,14 +196,6 @@ def _plans(
             offloaded=offloaded,
         )
     return plans
-
-
-def _server_slots(ranks: int, placement: PlacementSection, cluster: ClusterSection) -> tuple[Slot, ...]:
-    """Slots of rollout servers: on machines of the cluster, or on devices of the driver's machine."""
-    if placement.serves_on_machines(cluster):
-        return place_ranks(ranks, placement.of("rollout"), cluster)
-    devices: Sequence[int] = placement.devices("rollout") or range(ranks)
-    return tuple(Slot(0, device) for device in devices)
 
 
 def _configured_rollout(

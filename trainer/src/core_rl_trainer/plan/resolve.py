@@ -68,7 +68,13 @@ def preflight(recipe: Recipe) -> tuple[str, ...]:
     checkpoints = max(1, min(recipe.keep, -(-recipe.steps // recipe.save_every)))  # steps = 0: epochs
     saved = checkpoints * (2 if recipe.save_portable_every else 1)
     needed = saved * _state_bytes(weights, optimizers) + weights["model.path"].size
-    return (*_unread_sections(recipe.engines, used), *_disk_remarks(recipe.directory, needed))
+    remarks = list(_disk_remarks(recipe.directory, needed))
+    if unread := [name for name in recipe.engines if name not in used]:
+        engines = " and ".join(dict.fromkeys(used))
+        remarks.insert(
+            0, f"engines.{', engines.'.join(unread)} not read: the engines of this recipe are {engines}"
+        )
+    return tuple(remarks)
 
 
 def _engine_problems(sections: Collection[str], used: Collection[str]) -> Iterator[str]:
@@ -79,12 +85,6 @@ def _engine_problems(sections: Collection[str], used: Collection[str]) -> Iterat
             close = difflib.get_close_matches(name, [*used, *known], n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"the engines are {', '.join(known)}"
             yield f"engines.{name}: no engine is called {name!r}; {hint}"
-
-
-def _unread_sections(sections: Collection[str], used: Collection[str]) -> Iterator[str]:
-    if ignored := [name for name in sections if name not in used]:
-        engines = " and ".join(dict.fromkeys(used))
-        yield f"engines.{', engines.'.join(ignored)} not read: the engines of this recipe are {engines}"
 
 
 @contextmanager

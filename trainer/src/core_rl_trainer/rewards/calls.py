@@ -249,30 +249,27 @@ async def awaited(value: Awaitable[_Value]) -> _Value:
 
 async def call_on_loop(loop: LoopThread, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
     """Run a coroutine function on its own event ``loop``, so that a blocking call stalls only that loop."""
-    outcome: Future[Callable[[], Any]] = Future()
+    outcome: Future[tuple[Any, BaseException | None]] = Future()
     outcome.set_running_or_notify_cancel()  # a caller that gives up leaves it as it is
     coroutine = function(*args)
 
     async def work() -> None:
         try:
-            value = await coroutine
+            outcome.set_result((await coroutine, None))
         except BaseException as error:  # noqa: BLE001  (the loop's boundary: the caller raises it)
-            outcome.set_result(partial(_raised, error))
-        else:
-            outcome.set_result(lambda: value)
+            outcome.set_result((None, error))
 
     running = loop.run(work())
     try:
-        return (await asyncio.wrap_future(outcome))()
+        value, error = await asyncio.wrap_future(outcome)
+        if error is not None:
+            raise error
+        return value
     except asyncio.CancelledError as cancelled:
         frame = getattr(coroutine, "cr_frame", None)
         _note_place(cancelled, function, [] if frame is None else [(frame, frame.f_lineno)])
         running.cancel()
         raise
-
-
-def _raised(error: BaseException) -> Any:
-    raise error
 
 
 async def gather_group(members: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Value]:
