@@ -84,8 +84,16 @@ def check_spec(spec: object, origin: object, name: str | None = None) -> EngineS
     return spec
 
 
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def _is_version(protocol: object) -> bool:
     return isinstance(protocol, tuple) and len(protocol) == 2 and all(type(part) is int for part in protocol)
+
+
+def _are_modules(names: object) -> bool:
+    return isinstance(names, tuple) and all(type(name) is str for name in names)
 
 
 def _check_protocol(spec: EngineSpec, origin: object) -> None:
@@ -105,7 +113,7 @@ def _check_protocol(spec: EngineSpec, origin: object) -> None:
 def _violations(spec: EngineSpec, name: str | None) -> Iterator[str]:
     if name is not None and spec.name != name:
         yield f"the spec calls itself {spec.name!r}; name and entry point must be equal"
-    if not isinstance(spec.name, str) or _NAME.fullmatch(spec.name) is None:
+    if not _is_name(spec.name):
         yield f"name {spec.name!r} must be lower-case letters, digits and single hyphens, such as 'my-engine'"
     if spec.kind not in get_args(EngineKind):
         yield f"kind {spec.kind!r} must be 'train' or 'inference'"
@@ -116,7 +124,7 @@ def _violations(spec: EngineSpec, name: str | None) -> Iterator[str]:
         optional = field == "conformance" and value is None
         if not optional and not is_reference(value):
             yield f"{field} {value!r} must be of the form 'module:attribute'"
-    if not isinstance(spec.preload, tuple) or any(type(module) is not str for module in spec.preload):
+    if not _are_modules(spec.preload):
         yield f"preload {spec.preload!r} must be a tuple of names of modules"
     yield from wrong_packages(spec.packages)
     if not isinstance(spec.capabilities, frozenset):

@@ -238,14 +238,14 @@ class Muon:
 
     def _gathered(self, name: str, parts: Sequence[_Part], rank: int) -> Tensor | None:
         """The whole momentum (with Nesterov's look ahead) on ``rank``, and None on all others."""
-        slices = []
-        for part in parts:
-            momentum = part.momentum.tensor
-            direction = part.grad.lerp(momentum, self._config.momentum) if self._config.nesterov else momentum
-            slices.append(replace(part.momentum, tensor=direction))
+        slices = [replace(part.momentum, tensor=self._direction(part)) for part in parts]
         placed = Placements({name: self._placed.shapes[name]}, {name: self._placed.boxes[name]})
         [(_, matrix)] = Gather(world=self._world, writer=rank).stream(placed, slices)
         return matrix
+
+    def _direction(self, part: _Part) -> Tensor:
+        momentum = part.momentum.tensor
+        return part.grad.lerp(momentum, self._config.momentum) if self._config.nesterov else momentum
 
     def _broadcast(self, matrix: Tensor | None, name: str, rank: int) -> Tensor:
         if matrix is None:

@@ -254,11 +254,7 @@ class RunLoop:
             records.draw()
         if verdict is not None:
             self._saver.finish()
-            steps = self.directory.checkpoints.steps()
-            last = "There is no checkpoint yet"
-            if steps:
-                last = f"The last good checkpoint is that of step {steps[-1]}, from which the same command goes on"
-            raise NothingLearned(f"{verdict.reason}. {last}")
+            raise NothingLearned(f"{verdict.reason}. {self._last_checkpoint()}")
         if saved and self.signals.noted:  # a signal after the decision above waits for the next step
             self._saver.finish()
             self.signals.raise_stopped(step)
@@ -278,6 +274,12 @@ class RunLoop:
             learner.sync(step)
         speed = {"tokens_per_s": batch.num_tokens / (time.perf_counter() - start)}
         return metrics | speed | seconds | {"version": float(step)}
+
+    def _last_checkpoint(self) -> str:
+        steps = self.directory.checkpoints.steps()
+        if not steps:
+            return "There is no checkpoint yet"
+        return f"The last good checkpoint is that of step {steps[-1]}, from which the same command goes on"
 
     def _complete(self, checkpoint: RunCheckpoint | None) -> None:
         """Complete the last checkpoint, where ``steps`` or ``save_portable_every`` was changed to end with it."""
