@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -26,7 +27,10 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
 def traces() -> dict[str, list[str]]:
     """Possible leftovers of machines on the box: interfaces, mounts, named namespaces, processes."""
     names = [path.name for folder in ("/run/netns", "/var/run/netns") for path in Path(folder).glob("*")]
-    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            lines.append(path.read_bytes())
     return {
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
         "mounts": Path("/proc/self/mounts").read_text().splitlines(),

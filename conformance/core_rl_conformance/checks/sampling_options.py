@@ -57,7 +57,7 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     "logit_bias": {"none": (), "of three tokens": (-4.0, 1.5, 3.0)},
     "stop": {"none": (), "a text": ("never", "<{}>"), "a text across tokens": ("<{}><",)},
     "end": {"length": None, "EOS": None, "stop_token_ids": None, "one token": None},
-    "seed": {"none": None, "one for each": None, "one for all": None},
+    "seed": {"none": None, "one for each": None, "one for a prompt": None},
     "copies": {"1": 1, "4": 4, "12": 12},
 }
 """Values of each option by their labels, the usual value first."""
@@ -251,7 +251,9 @@ class _Array:
             ignore_eos=options["end"] != "EOS",
         )
         ids = [ids for ids, _ in self.prompts.undecided()][: REQUESTS // values["copies"]]
-        seeds = {"none": [None], "one for each": SEEDS, "one for all": [0]}[options["seed"]]
+        # Prompts with one seed may draw the same tokens, where their distributions are alike.
+        kinds = {"none": [None], "one for each": SEEDS, "one for a prompt": range(len(ids))}
+        seeds = kinds[options["seed"]]
         requests = [
             LLMRequest(input_ids=ids[n % len(ids)], sampling=replace(sampling, seed=seeds[n % len(seeds)]))
             for n in range(REQUESTS)
