@@ -97,8 +97,9 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
     label = f"merged weights (rslora: {adapter.rslora})"
     subject.verify_named(label, adapted_params, expected, allowed, explain=explain)
     if subject.dtype == torch.bfloat16:
-        sums = {name: merges[0][name].to(subject.dtype) for name in expected}
-        share = max(float((adapted_params[name] != value).float().mean()) for name, value in sums.items())
+        share = max(
+            float((adapted_params[name] != value).float().mean()) for name, value in variants[0].items()
+        )
         problem = f"{share:.0%} of the {label} are other bfloat16 numbers than those of the float32 sum"
         subject.require(share < ROUNDED, f"{problem}: is a part of it rounded before?")
     unadapted = {name: value.to(subject.dtype) for name, value in base.items() if name not in adapted}

@@ -18,7 +18,7 @@ from core_rl.errors import BatchError, RolloutError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.updates import published
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.inputs.data import Ragged, Row, ragged
+from core_rl_conformance.inputs.data import Ragged, ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.inputs.tiny_vision import TinyImages
@@ -47,11 +47,12 @@ def neighbours_change_no_image(subject: EngineUnderTest) -> None:
     model, data = subject.model(), subject.data(LENGTHS)
     group = subject.start(model)
     backwards = data.select(range(len(LENGTHS))[::-1])
-    pictured = [number for number, row in enumerate(data.rows) if row.images is not None]
+    images = {number: row.images for number, row in enumerate(data.rows) if row.images is not None}
+    pictured = list(images)
     alternating = data.select([number for place in pictured for number in (place, 1)])
     text = Ragged(tuple(row for row in data.rows if row.images is None))
     # Of one size in patches, with other pixels.
-    alike = [n for n in pictured if _sizes(data.rows[n]) == _sizes(data.rows[pictured[0]])]
+    alike = [number for number, several in images.items() if several.sizes == images[pictured[0]].sizes]
     for label, rows, cut in (
         ("of images in one pack", data, ONE_PASS),
         ("of images in the opposite order", backwards, ONE_PASS),
@@ -62,10 +63,6 @@ def neighbours_change_no_image(subject: EngineUnderTest) -> None:
         ("of one sequence at a time", data, MicroBatchSpec(count=len(LENGTHS))),
     ):
         subject.verify_logprobs(label, group, model, rows, cut)
-
-
-def _sizes(row: Row) -> tuple[tuple[int, int], ...]:
-    return () if row.images is None else row.images.sizes
 
 
 @check("I1.images", families=VISION, each="layout")

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.updates import published
 from core_rl_conformance.engine_under_test import EngineUnderTest
@@ -222,17 +223,19 @@ def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
         write_texts(subject.expected.models.directory(model), model.vocab_size)
         table += _texts_to_stop(path)
     greedy = SamplingParams(max_new_tokens=STEPS, temperature=0.0)
-    requests = [
-        LLMRequest(input_ids=path.prompt + path.ids[:start], sampling=replace(greedy, **changes))
-        for _, changes, start in table
+    rows = [
+        (
+            _option_names(note, changes),
+            path.ids[start:],
+            LLMRequest(input_ids=path.prompt + path.ids[:start], sampling=replace(greedy, **changes)),
+        )
+        for note, changes, start in table
     ]
     engine = subject.serve(model, keep=False)
-    responses = ask(engine, requests)
-    _verify_ends(subject, "with", path, eos_ids, table, responses)
+    responses = _verified_ends(subject, engine, "with", eos_ids, rows)
     if subject.spec.supports(Capability.SYNC_DISK):
         installed(engine, published(subject, model, 1))
-        responses = ask(engine, requests)
-        _verify_ends(subject, "after an update, with", path, eos_ids, table, responses)
+        responses = _verified_ends(subject, engine, "after an update, with", eos_ids, rows)
     verify_logprobs(subject, "log-probs of answers with their stop token", model, responses)
 
 
@@ -268,27 +271,32 @@ def _texts_to_stop(path: GreedyPath) -> Ways:
     ]
 
 
-def _verify_ends(
+def _option_names(note: str, changes: dict[str, Any]) -> str:
+    options = [name if value is True else f"{name} = {value}" for name, value in changes.items()]
+    return " and ".join(filter(None, [*options, note]))
+
+
+def _verified_ends(
     subject: EngineUnderTest,
+    engine: InferenceEngine,
     when: str,
-    path: GreedyPath,
     eos_ids: tuple[int, int],
-    table: Ways,
-    responses: Sequence[LLMResponse],
-) -> None:
+    rows: Sequence[tuple[str, tuple[int, ...], LLMRequest]],
+) -> list[LLMResponse]:
+    """The answers of ``rows``: the label of each, the tokens that follow its prompt, and the request."""
     unused, eos = eos_ids
-    for response, (note, changes, start) in zip(responses, table, strict=True):
-        sampling = SamplingParams(**{"max_new_tokens": STEPS, **changes})
-        ids = path.ids[start:][: sampling.max_new_tokens]
+    responses = ask(engine, [request for *_, request in rows])
+    for response, (label, path, request) in zip(responses, rows, strict=True):
+        sampling = request.sampling
+        ids = path[: sampling.max_new_tokens]
         end = end_of(ids, (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (eos,))), sampling.stop)
-        ids, reason = ids[:end], "stop" if end else "length"
-        options = [name if value is True else f"{name} = {value}" for name, value in changes.items()]
-        label = " and ".join(filter(None, [*options, note]))
+        reason = "stop" if end else "length"
         subject.require(
-            (response.output_ids, response.stop_reason) == (ids, reason),
+            (response.output_ids, response.stop_reason) == (ids[:end], reason),
             f"{when} {label}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
-            f"{response.stop_reason!r}; expected {list(ids)} and {reason!r} (EOS is {unused} or {eos})",
+            f"{response.stop_reason!r}; expected {list(ids[:end])} and {reason!r} (EOS is {unused} or {eos})",
         )
+    return responses
 
 
 @check("I19.eos-trained", each="layout")

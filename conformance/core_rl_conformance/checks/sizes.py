@@ -13,6 +13,7 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.expected_values import ExpectedOutputs, Snapshot
 from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.hints.tokens import LOOKS_LIKE
 from core_rl_conformance.inputs.data import Ragged, Repeated, ragged
 from core_rl_conformance.inputs.losses import ScaledLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import DEEP, UNUSUAL, TinyModel
@@ -146,9 +147,7 @@ def _ignored_constant(
             continue
         expected: ExpectedOutputs = subject.outputs(usual, data, name)
         if compare_tokens(name, got, expected.values, expected.tolerance).problem is None:
-            return (
-                f"\nit looks like: {part} of the config is ignored; the values are those with the usual one"
-            )
+            return f"\n{LOOKS_LIKE}{part} of the config is ignored; the values are those with the usual one"
     return ""
 
 

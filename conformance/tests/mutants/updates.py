@@ -288,7 +288,7 @@ class CancelAbortsByPrefix(CancelAbortsAll):
         return rid.startswith(cancelled)
 
 
-@Mutant("contract.rollout-rid", "retries that are answered once (I13)", "max_new_tokens = 2|2 tokens|tokens")
+@Mutant("contract.rollout-rid", "retries that are answered once (I13)", "8 tokens; max_new_tokens = 2")
 class RetriesByRid(ReferenceRolloutBackend):
     """An answer is kept by the name of its request."""
 

@@ -56,14 +56,18 @@ def _precision(method: str, quantization: Mapping[str, Any], layer: str) -> str 
         case "bitsandbytes":
             return str(quantization.get("bnb_4bit_quant_type", "fp4"))
         case "compressed-tensors":
-            for group in (quantization.get("config_groups") or {}).values():
-                targets: Sequence[str] = group.get("targets") or ()
-                if any(target == "Linear" or _matches(target, layer, method) for target in targets):
-                    weights = group.get("weights") or {}
-                    return f"{weights.get('type', 'int')}{weights.get('num_bits', '')}"
-            return None
+            return _of_groups(quantization.get("config_groups") or {}, layer)
         case _:
             return method or "quantized"
+
+
+def _of_groups(groups: Mapping[str, Mapping[str, Any]], layer: str) -> str | None:
+    for group in groups.values():
+        targets: Sequence[str] = group.get("targets") or ()
+        if any(target == "Linear" or _matches(target, layer, "compressed-tensors") for target in targets):
+            weights = group.get("weights") or {}
+            return f"{weights.get('type', 'int')}{weights.get('num_bits', '')}"
+    return None
 
 
 def _matches(rule: str, layer: str, method: str) -> bool:

@@ -185,15 +185,11 @@ def join(address: RankAddress | None, device: torch.device) -> Membership:
     processes that ``torchrun`` or ``srun`` started, or else a group of one rank is created. Raises `EngineStateError`
     if another group exists, and `ConfigError` where the environment has no address of rank 0.
     """
-    present, fields = _Present.current, attrgetter("store", "rank", "world_size")
+    present = _Present.current
     if present is None or not present.is_there():
-        if dist.is_initialized() and address is None:  # by other code
-            there = RankAddress(rank=dist.get_rank(), world_size=dist.get_world_size())
-            present = _Present(there, device, owned=False)
-        else:
-            present = _initialize(address, device)
-        _Present.current = present
-    elif address is not None and (fields(present.address) != fields(address) or present.device != device):
+        adopts = dist.is_initialized() and address is None
+        _Present.current = present = _adopt(device) if adopts else _initialize(address, device)
+    elif address is not None and not _same(present, address, device):
         raise EngineStateError(
             f"this engine is to be rank {address.rank} of {address.world_size} on {device}, and torch.distributed is "
             f"already initialised in this process, as rank {present.address.rank} of {present.address.world_size} on "
@@ -201,6 +197,17 @@ def join(address: RankAddress | None, device: torch.device) -> Membership:
             "give this one processes of its own (EngineGroup without colocate_with)"
         )
     return Membership(present, device)
+
+
+def _same(present: _Present, address: RankAddress, device: torch.device) -> bool:
+    fields = attrgetter("store", "rank", "world_size")
+    return bool(fields(present.address) == fields(address)) and present.device == device
+
+
+def _adopt(device: torch.device) -> _Present:
+    """The group that other code initialised."""
+    address = RankAddress(rank=dist.get_rank(), world_size=dist.get_world_size())
+    return _Present(address, device, owned=False)
 
 
 def _initialize(address: RankAddress | None, device: torch.device) -> _Present:

@@ -61,10 +61,7 @@ def _differences(spec: EngineSpec, backend: type[Any]) -> Iterator[str]:
     table = TRAIN_PROTOCOLS if spec.kind == "train" else INFERENCE_PROTOCOLS
     for capability in sorted(spec.capabilities & table.keys()):
         protocols = table[capability]
-        if not any(
-            all(callable(getattr(backend, name, None)) for name in _members(protocol))
-            for protocol in protocols
-        ):
+        if not any(_implements(backend, protocol) for protocol in protocols):
             names = " or ".join(
                 f"{protocol.__name__} ({', '.join(f'{m}()' for m in _members(protocol))})"
                 for protocol in protocols
@@ -83,6 +80,10 @@ def _differences(spec: EngineSpec, backend: type[Any]) -> Iterator[str]:
 
 def _members(protocol: type) -> list[str]:
     return sorted(name for name in protocol.__dict__ if not name.startswith("_"))
+
+
+def _implements(backend: type[Any], protocol: type) -> bool:
+    return all(callable(getattr(backend, name, None)) for name in _members(protocol))
 
 
 def _owner(backend: type[Any], name: str) -> type | None:

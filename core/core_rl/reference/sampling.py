@@ -132,11 +132,7 @@ def generate(
 
     ``tokenizer`` is for ``sampling.stop``. ``media`` are the images of each prompt; their placeholders are never drawn.
     """
-    # Padded on the left, int64 [B, L]; positions follow from the mask.
-    longest = max(map(len, prompts))
-    missing = torch.tensor([longest - len(prompt) for prompt in prompts])
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = (torch.arange(longest) >= missing[:, None]).long()
+    ids, mask = _left_padded(prompts)
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
     config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
@@ -209,6 +205,14 @@ def _shared_prefill(
     model.base_model(input_ids=ids[distinct, :-1], **arguments)
     cache.batch_select_indices(torch.tensor([rows[numbers[tuple(prompt)]] for prompt in prompts]))
     return {"past_key_values": cache}
+
+
+def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Ids and mask, int64 ``[B, L]``; positions follow from the mask."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    missing = torch.tensor([longest - len(prompt) for prompt in prompts])
+    return ids, (torch.arange(longest) >= missing[:, None]).long()
 
 
 def _cut(

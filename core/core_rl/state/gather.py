@@ -82,10 +82,7 @@ class Gather:
                     full = self._filled(full, piece, values, shape)
                 if piece.last:
                     if self.on_all_ranks and self.world.size > 1:
-                        if full is None:
-                            full = torch.empty(shape, dtype=piece.box.dtype, device=self.world.device)
-                        full = full.contiguous()
-                        dist.broadcast(full, group=self.world.group, group_src=self.writer)
+                        full = self._broadcast(full, shape, piece.box.dtype)
                     yield piece.name, full
                     full = None  # before the next one takes memory
 
@@ -142,6 +139,13 @@ class Gather:
         if full is None:
             full = torch.empty(shape, dtype=piece.box.dtype, device=self.world.device)
         full[piece.box.region] = values
+        return full
+
+    def _broadcast(self, full: Tensor | None, shape: Shape, dtype: torch.dtype) -> Tensor:
+        if full is None:
+            full = torch.empty(shape, dtype=dtype, device=self.world.device)
+        full = full.contiguous()
+        dist.broadcast(full, group=self.world.group, group_src=self.writer)
         return full
 
 

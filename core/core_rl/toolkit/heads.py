@@ -139,16 +139,19 @@ class LanguageModelHead:
             computed = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
         if "logits" in names:
             logits = token_logits(rows, weight, bias=bias, head=mapping)
-            if shards.tensor.size > 1:  # they are of this rank's part of the vocabulary
-                part = -(-self.vocab_size // shards.tensor.size)
-                padded = F.pad(logits, (0, part - logits.shape[1]))
-                logits = gather(padded, shards.tensor, 1, partial=False)[:, : self.vocab_size]
-            computed["logits"] = logits
+            computed["logits"] = self._whole_rows(logits, shards)
         return {
             name: predictions.repeated(states.placed(value, predicted, batch.num_tokens))
             for name, value in computed.items()
             if name in names
         }
+
+    def _whole_rows(self, logits: Tensor, shards: ModelShards) -> Tensor:
+        """Logits over the whole vocabulary, from this rank's columns."""
+        if shards.tensor.size == 1:
+            return logits
+        padded = F.pad(logits, (0, -(-self.vocab_size // shards.tensor.size) - logits.shape[1]))
+        return gather(padded, shards.tensor, 1, partial=False)[:, : self.vocab_size]
 
 
 def scalar_outputs(states: PackedStates, score: Callable[[Tensor], Tensor], head: Head) -> dict[str, Tensor]:

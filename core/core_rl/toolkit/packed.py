@@ -256,14 +256,16 @@ class PackedModel(nn.Module):
             )
 
         def outputs_of(hidden: Tensor) -> dict[str, Tensor]:
-            weight, bias = head.weight, getattr(head, "bias", None)
-            assert isinstance(
-                weight, Tensor
-            )  # not always a parameter: functional_call() puts other tensors there
-            rows = own_part(weight), None if bias is None else own_part(bias)
-            head_states = replace(states, hidden=hidden)
+            head_states, rows = replace(states, hidden=hidden), _own_rows(head)
             return self._language_model.outputs(head_states, *rows, names, temperature, trained_only)
 
         with _answering(head, outputs_of):
             computed: dict[str, Tensor] = head(states.hidden)
         return computed
+
+
+def _own_rows(head: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """This rank's part of the weight and of the bias, gathered or not."""
+    weight, bias = head.weight, getattr(head, "bias", None)
+    assert isinstance(weight, Tensor)  # not always a parameter: functional_call() puts other tensors there
+    return own_part(weight), None if bias is None else own_part(bias)

@@ -172,9 +172,7 @@ class DeltaDecoder:
             raise DeltaRefused(
                 f"changes of {name!r} fit no tensor of the previous update; send a full update"
             )
-        indices = torch.empty(0, dtype=torch.int64)
-        if count := values.numel():
-            indices = gaps.view(BITS[gaps.numel() // count]).long().add_(1).cumsum_(0).sub_(1)
+        indices = _indices(gaps, values.numel())
         if indices.numel() and not 0 <= int(indices[0]) <= int(indices[-1]) < old.numel():
             raise DeltaRefused(
                 f"changes of {name!r} lie outside of its {old.numel()} elements; send a full update"
@@ -237,6 +235,14 @@ def _gaps(indices: Tensor, value_bytes: int) -> tuple[Tensor, Tensor]:
         indices = merged
         gaps = torch.diff(indices, prepend=indices.new_tensor([-1])) - 1
     return gaps.to(best).view(torch.uint8), indices
+
+
+def _indices(gaps: Tensor, count: int) -> Tensor:
+    """The flat indices [count] int64 of `_gaps`."""
+    if not count:
+        return torch.empty(0, dtype=torch.int64)
+    dtype = BITS[gaps.numel() // count]
+    return gaps.view(dtype).long().add_(1).cumsum_(0).sub_(1)
 
 
 def _changed(new: Tensor, old: Tensor) -> Tensor:
