@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from page_blocks import DOCS, FENCE, PAGES, ROOT, blocks_of, commands_of, name_of
 
 from core_rl.config.base import parse_config
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_trainer.recipe.recipe import Recipe
 
 PATTERNS = (
@@ -213,3 +214,16 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
         "# A page: one\n[a](none.md) [b](#a-page-one) [c](page.md#two) [d](https://x.y/z)", encoding="utf-8"
     )
     assert list(broken_links(page)) == ["none.md", "page.md#two"]
+
+
+def test_page_has_sizes_of_tiny_models() -> None:
+    text = (DOCS / "certify-an-engine.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^  \| (\w+) ((?:\| \d+ )+)\|$", text, re.MULTILINE)
+    assert len(rows) == 5
+    for family, sizes in rows:
+        config = TinyModel(family=family).config()
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        expected = [config.num_hidden_layers, config.hidden_size, config.intermediate_size, heads]
+        expected += [config.num_key_value_heads, width, config.vocab_size]
+        assert [int(size) for size in re.findall(r"\d+", sizes)] == expected

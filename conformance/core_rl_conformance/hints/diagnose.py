@@ -61,10 +61,11 @@ def compare_tokens(
     keep_points: bool = False,
     explain: Explain | None = None,
     within: str = "",
+    prompts: Sequence[int] = (),
 ) -> Finding:
     """Compare one tensor ``[L]`` for each sequence; ``places`` are positions of the tokens, for the hints.
 
-    ``within`` begins the place of the first wrong token.
+    ``within`` begins the place of the first wrong token. ``prompts`` are numbers of tokens before each sequence's.
 
     With ``keep_points`` the finding holds some of the values, for a plot. What ``explain`` finds replaces the hints.
     """
@@ -83,7 +84,7 @@ def compare_tokens(
     if tolerance.allows(error):
         return finding
     tokens = Tokens.of(got, expected, tolerance, places)
-    head = [f"{label} differs by {error:.3e}; allowed {tolerance}", _first_wrong(tokens, within)]
+    head = [f"{label} differs by {error:.3e}; allowed {tolerance}", _first_wrong(tokens, within, prompts)]
     return _with_hints(finding, head, token_hints(tokens, _explained(explain)))
 
 
@@ -97,12 +98,14 @@ def _with_hints(finding: Finding, head: Sequence[str], hints: Sequence[str]) -> 
     return replace(finding, problem="\n".join([*head, *hints]), names_cause=known)
 
 
-def _first_wrong(tokens: Tokens, within: str) -> str:
+def _first_wrong(tokens: Tokens, within: str, prompts: Sequence[int] = ()) -> str:
     first = int(tokens.wrong.nonzero()[0][0])
     sequence, position = int(tokens.sequence[first]), int(tokens.position[first])
     place = f"{within}sequence {sequence}"
     if not tokens.scalars:
         place += f", token {position} of {tokens.lengths[sequence]}"
+    if prompts:
+        place += f" after a prompt of {prompts[sequence]}"
     count, total = int(tokens.wrong.sum()), len(tokens.wrong)
     expected, got = tokens.expected[first].flatten(), tokens.got[first].flatten()
     at = int((got - expected).abs().argmax())

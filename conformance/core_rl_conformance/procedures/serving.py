@@ -295,9 +295,21 @@ def verify_logprobs(
 
     of, tolerance = expected.computation, expected.tolerance
     explain = partial(explain_tokens, got, expected.values, tolerance, mistakes, None)
-    finding = compare_tokens(label, got, expected.values, tolerance, keep_points=plotted, explain=explain)
+    finding = compare_tokens(
+        label,
+        got,
+        expected.values,
+        tolerance,
+        keep_points=plotted,
+        explain=explain,
+        prompts=_prompt_lengths(responses),
+    )
     left, right = _after_prompts(got, responses), _after_prompts(expected.values, responses)
     subject.verify(reproduced_tokens(subject.case, finding, of, left, right, tolerance))
+
+
+def _prompt_lengths(responses: Sequence[LLMResponse]) -> list[int]:
+    return [len(response.input_ids) for response in responses]
 
 
 def _after_prompts(values: Sequence[Tensor], responses: Sequence[LLMResponse]) -> list[Tensor]:
@@ -403,7 +415,8 @@ def verify_by_version(
         known = updates.explain_versions(got, versions, values, tolerance)
         return known or explain_tokens(got, required, tolerance, mistakes, None)
 
-    subject.verify(compare_tokens(label, got, required, tolerance, explain=explain))
+    prompts = _prompt_lengths(responses)
+    subject.verify(compare_tokens(label, got, required, tolerance, explain=explain, prompts=prompts))
 
 
 def _guessed(guesses: Guesses | None) -> Iterator[updates.Mistake]:

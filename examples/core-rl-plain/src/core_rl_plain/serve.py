@@ -155,8 +155,9 @@ def application(server: ModelServer, key: str) -> web.Application:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
-    key = runpy.run_path(os.environ["CORE_RL_SERVER_SIDE"])["begin"]()
+    """Serve until the engine that started it ends."""
+    begins = os.environ.get("CORE_RL_SERVER_SIDE")  # of the engine; none where it is started by hand
+    key = runpy.run_path(begins)["begin"]() if begins else None
     parser = argparse.ArgumentParser()
     for name in ("--model", "--host", "--dtype", "--device"):
         parser.add_argument(name)
