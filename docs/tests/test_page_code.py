@@ -85,7 +85,8 @@ def run_command(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) 
         result = subprocess.run(pytest_command, cwd=workspace, capture_output=True, text=True, check=False)
         assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
     elif [program, *arguments[:2]] == ["pip", "install", "-e"]:
-        for path in reversed(install_project(workspace / arguments[2], workspace / arguments[2] / "site")):
+        project = workspace / arguments[2].partition("[")[0]  # without its extras
+        for path in reversed(install_project(project, project / "site")):
             monkeypatch.syspath_prepend(path)
             monkeypatch.setenv("PYTHONPATH", path, prepend=os.pathsep)
     else:

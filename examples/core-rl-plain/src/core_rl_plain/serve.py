@@ -157,7 +157,7 @@ def application(server: ModelServer, key: str) -> web.Application:
 def main() -> None:
     """Serve until the engine that started it ends."""
     begins = os.environ.get("CORE_RL_SERVER_SIDE")  # of the engine; none where it is started by hand
-    key = runpy.run_path(begins)["begin"]() if begins else None
+    key = runpy.run_path(begins)["begin"]() if begins else ""
     parser = argparse.ArgumentParser()
     for name in ("--model", "--host", "--dtype", "--device"):
         parser.add_argument(name)
