@@ -38,14 +38,8 @@ class PlainBackend(ServerBackend[PlainConfig]):
             "--seed": config.seed,
         }
         arguments = [str(part) for item in values.items() for part in item]
+        arguments += options.extra_args
         environment = {"HF_HUB_OFFLINE": "1"}
         if device == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.devices))
-        return ServerProcess(
-            config,
-            port,
-            key,
-            script=SCRIPT,
-            arguments=[*arguments, *options.extra_args],
-            environment=environment,
-        )
+        return ServerProcess(config, port, key, script=SCRIPT, arguments=arguments, environment=environment)
