@@ -139,7 +139,7 @@ def calls_leave_the_batch(subject: EngineUnderTest) -> None:
     """No public call changes the caller's batch or weights, and a batch that was used is computed as a fresh one.
 
     Ids, fields and pixels stay bit for bit, and weights that were loaded, after a step too. The same object goes
-    to all calls, inside the ranks.
+    to all calls, inside the ranks. Fields that the caller changes between two calls are read anew.
 
     Why: groups send each call a copy, while a trainer in the ranks passes one batch to the reference, to the policy
     and to several epochs; pixels that are scaled in place are scaled twice.
@@ -166,6 +166,10 @@ def changed_tensors(
         for name, tensor in loaded.items()
         if not torch.equal(tensor, weights[name])
     ]
+    part.tokens["advantages"].neg_()  # as where a trainer normalizes them once more
+    losses = {engine.eval_batch(one, loss, ONE_PASS)["loss"] for one in (part, deepcopy(part))}
+    if len(losses) > 1:
+        problems.append("advantages that the caller changed between two calls are not read again")
     fresh = dict(_tensors_of(deepcopy(part)))
     for name, call in public_calls(engine, path, part, loss):
         if name in ("optimizer_zero_grad()", "set_version()"):

@@ -31,7 +31,7 @@ from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS, TinyModel
 from core_rl_conformance.procedures.moving import elsewhere, load_weights, meta
 from core_rl_conformance.procedures.outputs import PROBE, verify_forward, verify_outputs
-from core_rl_conformance.procedures.streaming import tensors_of
+from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, methods_of, sync_meta, tensors_of
 
 OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
 SEED = 13
@@ -262,4 +262,8 @@ def _verify_buffers(subject: EngineUnderTest, group: EngineGroup, model: TinyMod
         exported = {name: value for name, value in tensors_of(path).items() if name not in trained}
         subject.verify_same(f"buffers {label}", group.named_tensors("buffers"), expected)
         subject.verify_same(f"buffers in an export {label}", exported, expected)
+        for method in (method for method in methods_of(subject) if method != "disk"):
+            sent = caught(group, sync_meta(subject, method, number + 1, LARGE_BUCKET)).tensors
+            sent_buffers = {name: value for name, value in sent.items() if name not in trained}
+            subject.verify_same(f"buffers sent by {method} {label}", sent_buffers, expected)
         verify_forward(subject, group, ("logprobs",), source, data, label)

@@ -248,6 +248,7 @@ def _ways_to_stop(path: GreedyPath, unused: int) -> Ways:
     return [
         ("EOS on the way", {}, 0),
         ("EOS on the way", {"ignore_eos": True}, 0),
+        ("EOS drawn on the way", {"ignore_eos": True, "temperature": 1.0, "top_k": 1}, 0),
         ("", {"stop_token_ids": path.ids[:1]}, 0),
         ("", {"stop_token_ids": (late,), "ignore_eos": True}, 0),
         ("EOS before it", {"stop_token_ids": (late,)}, 0),

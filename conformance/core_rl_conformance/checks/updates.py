@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -87,28 +88,45 @@ def updates_from_disk_arrive(subject: EngineUnderTest) -> None:
 
 @check("I12.failed-update", kind="inference", requires={Capability.SYNC_DISK}, each="layout")
 def failed_updates_change_nothing(subject: EngineUnderTest) -> None:
-    """An update that cannot be read fails with its cause, and weights and version stay unchanged.
+    """An update that cannot be read fails with its cause, and weights and version stay unchanged; asleep, too.
 
     Why: a receiver with mixed weights, or with old weights under the new version, is found weeks later.
-    Look at: whether everything is checked before anything is changed, and when the version changes.
+    Look at: whether everything is checked before anything is changed, when the version changes, and what an engine
+    that was asleep wakes with.
     """
-    model = subject.model()
+    model, new = subject.model(), _other(subject.model(), 1)
     engine = subject.serve(model, keep=False)
     engine.set_version(3)
+    unreadable = _unreadable(subject, model)
+    _verify_failures(subject, engine, unreadable, model, 3)
+    serving.installed(engine, published(subject, new, 4))  # none of the others is older
+    responses = serving.ask(engine, serving.few_requests(subject))
+    serving.verify_served(subject, "after an update that follows failed ones", responses, new, model, 4)
+    if subject.spec.supports(Capability.RELEASE_MEMORY):
+        _verify_failures(subject, engine, unreadable, new, 4, model, asleep=True)
+
+
+def _verify_failures(
+    subject: EngineUnderTest,
+    engine: InferenceEngine,
+    unreadable: Mapping[str, WeightUpdateMeta],
+    served: TinyModel,
+    version: int,
+    old: TinyModel | None = None,
+    *,
+    asleep: bool = False,
+) -> None:
+    """Require errors of updates, and then the weights that were ``served`` before."""
     requests = serving.few_requests(subject)
-    for label, meta in _unreadable(subject, model).items():
-        problem = f"an update from {label} did not raise a WeightsError or a CheckpointError"
-        subject.require_error(
-            (WeightsError, CheckpointError), partial(serving.installed, engine, meta), problem
-        )
-        serving.verify_version(subject, engine, 3, "after a failed update")
-        serving.verify_served(
-            subject, f"after an update from {label}", serving.ask(engine, requests), model, model, 3
-        )
-    new = _other(model, 1)
-    serving.installed(engine, published(subject, new, 9))
-    responses = serving.ask(engine, requests)
-    serving.verify_served(subject, "after an update that follows failed ones", responses, new, model, 9)
+    for name, meta in unreadable.items():
+        label = f"from {name}" + " while the memory was released" * asleep
+        problem = f"an update {label} did not raise a WeightsError or a CheckpointError"
+        errors = (WeightsError, CheckpointError, *[EngineStateError] * asleep)
+        with serving.asleep(engine) if asleep else nullcontext():
+            subject.require_error(errors, partial(serving.installed, engine, meta), problem)
+        serving.verify_version(subject, engine, version, f"after a failed update {label}")
+        responses = serving.ask(engine, requests)
+        serving.verify_served(subject, f"after an update {label}", responses, served, old, version)
 
 
 def _unreadable(subject: EngineUnderTest, model: TinyModel) -> dict[str, WeightUpdateMeta]:
@@ -263,12 +281,9 @@ def _verify_sleep(
     """Put ``engine``, which serves ``model`` as ``version``, to sleep and wake it."""
     requests = serving.few_requests(subject, serving.GREEDY)
     before = [response.output_ids for response in serving.ask(engine, requests)]
-    engine.release_memory()
-    try:
+    with serving.asleep(engine):
         problem = "a request to an engine whose memory is released was not refused"
         subject.require_error(EngineStateError, lambda: serving.ask(engine, requests[:1]), problem)
-    finally:
-        engine.resume_memory()
     responses = serving.ask(engine, requests)
     serving.verify_served(subject, f"of greedy tokens after {turn}", responses, model, old, version)
     serving.verify_scores(subject, f"after {turn}", engine, serving.sequences_of(responses), model, old)

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -467,11 +467,19 @@ def _known_mistakes(
 
 def arrives_asleep(engine: InferenceEngine, update: Callable[[], None]) -> bool:
     """Whether ``engine``, whose memory is released meanwhile, takes an update and does not refuse it."""
+    with asleep(engine):
+        try:
+            update()
+        except (EngineStateError, WeightsError):
+            return False
+    return True
+
+
+@contextmanager
+def asleep(engine: InferenceEngine) -> Iterator[None]:
+    """Memory of ``engine`` is released until the context ends."""
     engine.release_memory()
     try:
-        update()
-    except (EngineStateError, WeightsError):
-        return False
+        yield
     finally:
         engine.resume_memory()
-    return True

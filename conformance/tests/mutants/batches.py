@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +15,10 @@ from core_rl.backend.tensors import TensorSource
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
+from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.parallel_context import ModelShards
-from mutants.bases import OwnExport, Packed, TrainContext
+from mutants.bases import OwnExport, Packed, TrainContext, inside
 from mutants.images import QWEN, VISION
 from mutants.shared_prefixes import SHARED, FirstTokenFromSibling, Sharing
 from mutants.zoo import Mutant
@@ -152,6 +155,21 @@ class ScalesPixels(ReferenceBackend):
             if "pixel_values" in media:
                 media["pixel_values"].mul_(0.5)
         return super().routed(row, step)
+
+
+@Mutant(
+    "contract.callers-batch",
+    "copies on a device that are kept",
+    "advantages that the caller changed .* not read",
+)
+@inside(ReferenceBackend, "step")
+class KeepsCopiesOfBatches(TrainStep):
+    """Fields of a batch object are those of its first pass."""
+
+    def forward_backward(self, batch: SequenceBatch, *rest: Any) -> dict[str, float]:
+        copies = self.__dict__.setdefault("_copies", {})
+        _, first = copies.setdefault(id(batch), (batch, deepcopy(batch)))
+        return super().forward_backward(first, *rest)
 
 
 @Mutant(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from core_rl.backend.meta import SaveLoadMeta
+from core_rl.backend.meta import SaveLoadMeta, TensorKind
 from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
@@ -272,3 +273,12 @@ class BuffersNotLoaded(OwnExport):
     def import_tensors(self, kind: str, source: TensorSource) -> None:
         if kind != "buffers":
             super().import_tensors(kind, source)
+
+
+@Mutant("I6.layer-kinds", "uploads of named_parameters()", "buffers sent by tensor of gemma4_text")
+@inside(ReferenceBackend, "persistence")
+class BuffersNotSent(Persistence):
+    """Updates without a directory have parameters alone."""
+
+    def _export(self, kinds: Sequence[TensorKind]) -> NamedTensors:
+        return super()._export([kind for kind in kinds if kind != "buffers"])

@@ -346,3 +346,28 @@ class OneTokenWithoutTemperature(ReferenceRolloutBackend):
 
 def _changed(params: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
     return replace(params, **changes)
+
+
+@Mutant(
+    "I19.stop", "ignore_eos as a ban of EOS (I19)", "temperature = 1.0 and top_k = 1 and EOS drawn on the way"
+)
+class BansEosWhereItIsIgnored(ReferenceRolloutBackend):
+    """With ``ignore_eos``, the end tokens are never drawn."""
+
+    def _complete(self, entries: Entries) -> None:
+        eos = list(self._eos_token_ids)
+
+        class Banning(GumbelSampler):
+            def __init__(self, sampling: SamplingParams, seeds: Sequence[int]) -> None:
+                super().__init__(sampling, seeds)
+                self._banned = eos if sampling.ignore_eos else []
+
+            def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+                return (
+                    super()
+                    .__call__(input_ids, scores)
+                    .index_fill(1, torch.tensor(self._banned).long(), -torch.inf)
+                )
+
+        with patch.object(sampling, "GumbelSampler", Banning):
+            super()._complete(entries)

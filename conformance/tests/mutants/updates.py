@@ -234,6 +234,28 @@ class LeavesAMixture(ReferenceRolloutBackend):
                     value.copy_(source[name])
 
 
+@Mutant("I12.failed-update", "a sleep that keeps no copy (I12)", "weights before the update")
+class LosesItsWeightsAsleep(ReferenceRolloutBackend):
+    """After an update that failed while the memory was released, weights come from the first directory."""
+
+    _asleep = _failed = False
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        self._failed = self._asleep
+        super().update_weights(meta)
+        self._failed = False
+
+    def release_memory(self) -> None:
+        super().release_memory()
+        self._asleep = True
+
+    def resume_memory(self) -> None:
+        if self._failed:
+            self._on_worker(lambda: self._adopt(self._load(self.config.model)))
+        self._asleep = self._failed = False
+        super().resume_memory()
+
+
 # ----------------------------------------------------------- versions and requests
 
 
