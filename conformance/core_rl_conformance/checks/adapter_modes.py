@@ -173,11 +173,17 @@ class _Run:
             with group.disable_adapter():
                 off = self._answers(group)
             subject.verify_same(f"outputs inside disable_adapter(){turn} {self.label}", off, plain, adapted)
-            after = self._answers(group)
-            subject.verify_same(f"outputs after disable_adapter(){turn} {self.label}", after, adapted, plain)
+            self._verify_on(group, f"after disable_adapter(){turn} {self.label}", adapted, plain)
         group.run(fail_without_adapter)
-        label = f"outputs after an error inside disable_adapter() {self.label}"
-        subject.verify_same(label, self._answers(group), adapted, plain)
+        self._verify_on(group, f"after an error inside disable_adapter() {self.label}", adapted, plain)
+
+    def _verify_on(
+        self, group: EngineGroup, label: str, adapted: Mapping[str, Tensor], plain: Mapping[str, Tensor]
+    ) -> None:
+        verify_outputs(
+            self.subject, group, self.adapter, label
+        )  # names an adapter that is wrong since the switch
+        self.subject.verify_same(f"outputs {label}", self._answers(group), adapted, plain)
 
     def _backward(self, group: EngineGroup, switched: bool) -> dict[str, float]:
         batch = self.subject.data(PROBE, 1).batch()

@@ -100,7 +100,7 @@ class FirstLayerLeftOn(AdaptedReference):
         self.layers()[0]._disable_adapters = False
 
 
-@Mutant("I20.adapter-modes", "context without finally", "outputs after an error")
+@Mutant("I20.adapter-modes", "context without finally", "after an error inside .*\n.*\n.*not applied")
 class StaysOffAfterAnError(AdaptedReference):
     """The adapter is switched on again at the end of the context, and not in a ``finally``."""
 
@@ -110,6 +110,16 @@ class StaysOffAfterAnError(AdaptedReference):
         self.switches += 1
         if self.switches != 6:  # the third time, which ends by an error
             super().set_adapter(enabled)
+
+
+@Mutant("I20.adapter-modes", "a switch by the scale", r"scale is alpha / rank, and not alpha / sqrt\(rank\)")
+class SwitchForgetsTheRoot(AdaptedReference):
+    """The adapter is switched on with the scale of one that is not rank-stabilised."""
+
+    def set_adapter(self, enabled: bool) -> None:
+        super().set_adapter(enabled)
+        for layer in self.layers():
+            layer.scaling[NAME] = layer.lora_alpha[NAME] / layer.r[NAME]
 
 
 @Mutant("I20.adapter-modes", "verl #4708", "dropout that is on")
