@@ -67,7 +67,7 @@ def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
     spec, ranks, count = ALONE.spec(), subject.layout.dp, len(data.rows)
     cuts: dict[str, Callable[[], Mapping[str, float]]] = {
         f"of the routers' balance alone with {cut}": partial(group.forward_backward, data.batch(), spec, cut)
-        for cut in (ONE_PASS, MicroBatchSpec(count=5), BUDGET)
+        for cut in (ONE_PASS, MicroBatchSpec(count=count // ranks), BUDGET)  # a sequence each, trained or not
     }
     if ranks > 1:
         parts = [list(range(count - ranks + 1)), *([count - r] for r in range(1, ranks))]

@@ -31,7 +31,7 @@ TINY_BUCKET = 4096
 def tensor_sync_sends_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` by tensor sends every parameter once, as it is after the last step or load, bit for bit.
 
-    The saved buffers may follow, and nothing else: a tied matrix comes under one name.
+    The saved buffers follow (`I6.layer-kinds`), and nothing else: a tied matrix comes under one name.
 
     Why: a bucket overwritten before it is read; a last bucket that is not flushed; views sent with the strides of a
     larger tensor; gathered copies of an earlier step (verl #6813, #6919, #7014, #5801).

@@ -91,8 +91,8 @@ def failed_updates_change_nothing(subject: EngineUnderTest) -> None:
     """An update that cannot be read fails with its cause, and weights and version stay unchanged; asleep, too.
 
     Why: a receiver with mixed weights, or with old weights under the new version, is found weeks later.
-    Look at: whether everything is checked before anything is changed, when the version changes, and what an engine
-    that was asleep wakes with.
+    Look at: whether everything is checked before anything is changed, when the version changes, and the weights
+    after a sleep.
     """
     model, new = subject.model(), _other(subject.model(), 1)
     engine = subject.serve(model, keep=False)

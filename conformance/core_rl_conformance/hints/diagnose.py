@@ -312,14 +312,16 @@ def _explain_shares(
     got: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance], shares: Shares
 ) -> str | None:
     """How often sequences count, where the wrong gradients ``got`` are a sum of their ``shares``."""
-    columns = {label: _sample(share, got) for label, share in shares() if got.keys() <= share.keys()}
+    samples = ((label, _sample(share, got)) for label, share in shares() if got.keys() <= share.keys())
+    columns = {label: column for label, column in samples if column.any()}
     values = _sample(got, got)
     if not columns or len(values) < EQUATIONS * len(columns):
         return None
     matrix = torch.stack(list(columns.values()), 1)
-    counts = torch.linalg.lstsq(matrix, values, driver="gelsd").solution
     limits = {name: torch.full_like(value, tolerances[name].limit) for name, value in got.items()}
-    if not bool(((matrix @ counts - values).abs() <= EXPLAINED * _sample(limits, got)).all()):
+    near = EXPLAINED * _sample(limits, got)
+    fitting = (c for c in _counts(matrix, values) if bool(((matrix @ c - values).abs() <= near).all()))
+    if (counts := next(fitting, None)) is None:
         return None
     groups: dict[str, list[str]] = {}
     for label, count in zip(columns, counts.tolist(), strict=True):
@@ -330,6 +332,19 @@ def _explain_shares(
         if count != "1"
     ]
     return f"gradients in which sequences {'; '.join(sentences[:MOST_ROWS])}" if len(groups) > 1 else None
+
+
+def _counts(matrix: Tensor, values: Tensor) -> Iterator[Tensor]:
+    """Counts of each column that may give ``values``: all 1 but for a single one, and then any.
+
+    Columns that are multiples of each other, as of equal sequences, leave no single answer for all.
+    """
+    factors = matrix.T @ (values - matrix.sum(1)) / matrix.square().sum(0)
+    for index in (factors - factors.round()).abs().argsort():
+        yield 1 + factors * torch.nn.functional.one_hot(index, len(factors))
+    solved = torch.linalg.lstsq(matrix, values, driver="gelsd")
+    if int(solved.rank) == len(factors):
+        yield solved.solution
 
 
 def _sample(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:

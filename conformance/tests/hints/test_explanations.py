@@ -171,3 +171,10 @@ Thread 0x00008f (most recent call first):
 )
 def test_the_last_line_of_the_engine_is_found(text: str, line: str | None) -> None:
     assert last_line(text) == line
+
+
+def test_one_of_equal_sequences_is_named() -> None:
+    first, second = torch.randn(2, 2000, generator=torch.Generator().manual_seed(0))
+    shares = [("0", {"a": first}), ("1", {"a": second}), ("2", {"a": second})]
+    cause = explain_named({"a": first + second}, {"a": SMALL}, lambda: iter(()), None, lambda: iter(shares))
+    assert cause == "gradients in which sequences 1 count 0 times"

@@ -114,7 +114,7 @@ class StaysOffAfterAnError(AdaptedReference):
 
 @Mutant("I20.adapter-modes", "a switch by the scale", r"scale is alpha / rank, and not alpha / sqrt\(rank\)")
 class SwitchForgetsTheRoot(AdaptedReference):
-    """The adapter is switched on with the scale of one that is not rank-stabilised."""
+    """The adapter is switched on again without the root of a rank-stabilised scale."""
 
     def set_adapter(self, enabled: bool) -> None:
         super().set_adapter(enabled)

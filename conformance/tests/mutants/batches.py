@@ -74,6 +74,21 @@ class LosesSequence65(_WithoutGradient):
         return [number >= 64 for number in range(micro_batch.num_sequences)]
 
 
+@Mutant(
+    CHECK,
+    "rewards that are trained in pairs",
+    r"head: reward.*sequences: (65|one)[\s\S]*count 0(\.\d+)? times",
+)
+class LastOfOddRewardsIsNotTrained(Packed):
+    """Reward models take sequences by pairs, and a rest without its gradient."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
+        if (scores := output.scores) is None or len(scores) % 2 == 0:
+            return output
+        return replace(output, scores=torch.cat([scores[:-1], scores[-1:].detach()]))
+
+
 @Mutant(CHECK, "samples that are the same", "gradients .*sequences: ")
 class TrainsEqualSequencesOnce(_WithoutGradient):
     """Of equal sequences of a pass the first is trained."""
@@ -164,7 +179,7 @@ class ScalesPixels(ReferenceBackend):
 )
 @inside(ReferenceBackend, "step")
 class KeepsCopiesOfBatches(TrainStep):
-    """Fields of a batch object are those of its first pass."""
+    """Each pass over a batch object reads the fields of the first one."""
 
     def forward_backward(self, batch: SequenceBatch, *rest: Any) -> dict[str, float]:
         copies = self.__dict__.setdefault("_copies", {})

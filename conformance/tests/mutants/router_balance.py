@@ -45,7 +45,7 @@ class _Scaled(Packed):
 @Mutant(
     "I18.aux-gradient",
     "means of means (transformers #34191)",
-    "routers' balance alone with .*count=5",
+    "routers' balance alone with .*count=16",
     family=MOE,
 )
 class BalanceOfMeans(_Scaled):

@@ -161,7 +161,7 @@ class PenalizesTokensOfTheBatch(Replaced):
 
 @Mutant(CHECK, "a prompt's last token in the counts (I8)", "with .*_penalty = ")
 class PenalizesTheLastTokenOfThePrompt(Replaced):
-    """Penalties count from the token that begins the response's first pass, the last one of the prompt."""
+    """Penalties count from the token that begins the response's first pass, the prompt's last."""
 
     class adjustment(Adjustment):  # noqa: N801
         def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class CopiedMoments(MindSporeBackend):
 
 @killed_by("I12.tensor")
 class StaleExport(MindSporeBackend):
-    """Exported weights are those of the start."""
+    """Exports have the first weights."""
 
     def build(self, context: Context) -> None:
         super().build(context)
