@@ -9,6 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -367,8 +368,8 @@ def verify_scores(
     if subject.spec.supports(Capability.TOP_LOGPROBS):
         calls.append(("top log-probs", _among_most_likely(engine, data.batch(), expected.values)))
     if old is not None:
-        before = subject.outputs(old, data, "logprobs")
-        expected = replace(expected, mistakes=lambda: iter([(updates.BEFORE, before.values)]))
+        before, mistakes = subject.outputs(old, data, "logprobs"), expected.mistakes
+        expected = replace(expected, mistakes=lambda: chain(mistakes(), [(updates.BEFORE, before.values)]))
     for name, values in calls:
         subject.verify_tokens(f"{name} {label}", values.split(data.lengths), expected, subject.places(data))
 

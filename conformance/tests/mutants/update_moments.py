@@ -15,6 +15,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.toolkit.lora import enable_adapter
 from core_rl.weight_sync.delta import BASE, DIGEST
 from mutants.zoo import Mutant
 
@@ -224,6 +225,18 @@ class ScoresByTheWeightsBefore(ReferenceRolloutBackend):
         scores: dict[object, Tensor] = self.__dict__.setdefault("_scores", {})
         key = (tuple(batch.lengths), temperature)
         return scores.setdefault(key, super().score(batch, temperature))
+
+
+@Mutant("I12.adapter-updates", "scores of a base (I12)", "scores after update(.|\n)*adapter is not applied")
+class ScoresWithoutTheAdapter(ReferenceRolloutBackend):
+    """Answers are drawn with the adapter, and given tokens are scored without it."""
+
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        enable_adapter(self._model, False)
+        try:
+            return super().score(batch, temperature)
+        finally:
+            enable_adapter(self._model, True)
 
 
 @Mutant(
