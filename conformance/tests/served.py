@@ -47,7 +47,7 @@ OF_THE_CLIENT: Mapping[type, str] = {
 """Engines whose fault a server cannot have, or has in another form."""
 SAYS: Mapping[type, str] = {
     rollout_draws.OneSeedForABatch: "draws; expected|share a seed",
-    rollout_details.FirstStopToken: "with EOS on the way, greedy decoding gave",
+    rollout_details.FirstStopToken: "with EOS on the way, decoding gave",
     updates.VersionStuckAtZero: "has weights of the version 'default'",
 }
 """Messages that differ behind a server."""

@@ -405,7 +405,7 @@ def _table() -> list[tuple[str, Callable[[], Bend], str, str]]:
             "stop token missing",
             tokens(lambda choice, e: e[:-1] if choice["finish_reason"] == "stop" and e[1:] else e),
             STOP,
-            "greedy decoding gave",
+            "decoding gave",
         ),
         (
             "last token missing",

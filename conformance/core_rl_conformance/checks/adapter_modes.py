@@ -180,9 +180,8 @@ class _Run:
     def _verify_on(
         self, group: EngineGroup, label: str, adapted: Mapping[str, Tensor], plain: Mapping[str, Tensor]
     ) -> None:
-        verify_outputs(
-            self.subject, group, self.adapter, label
-        )  # names an adapter that is wrong since the switch
+        # Next to the oracle first, which names an adapter that is wrong since the switch.
+        verify_outputs(self.subject, group, self.adapter, label)
         self.subject.verify_same(f"outputs {label}", self._answers(group), adapted, plain)
 
     def _backward(self, group: EngineGroup, switched: bool) -> dict[str, float]:

@@ -294,7 +294,7 @@ def _verified_ends(
         reason = "stop" if end else "length"
         subject.require(
             (response.output_ids, response.stop_reason) == (ids[:end], reason),
-            f"{when} {label}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
+            f"{when} {label}, decoding gave {list(response.output_ids)} and stop_reason = "
             f"{response.stop_reason!r}; expected {list(ids[:end])} and {reason!r} (EOS is {unused} or {eos})",
         )
     return responses

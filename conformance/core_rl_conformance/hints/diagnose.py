@@ -98,7 +98,7 @@ def _with_hints(finding: Finding, head: Sequence[str], hints: Sequence[str]) -> 
     return replace(finding, problem="\n".join([*head, *hints]), names_cause=known)
 
 
-def _first_wrong(tokens: Tokens, within: str, prompts: Sequence[int] = ()) -> str:
+def _first_wrong(tokens: Tokens, within: str, prompts: Sequence[int]) -> str:
     first = int(tokens.wrong.nonzero()[0][0])
     sequence, position = int(tokens.sequence[first]), int(tokens.position[first])
     place = f"{within}sequence {sequence}"

@@ -172,7 +172,7 @@ class TopOfFiftyTokens(ReferenceRolloutBackend):
 @Mutant(
     "I19.stop",
     "one of several stop tokens (I19)",
-    r"with stop_token_ids = \(\d+, \d+\) and ignore_eos, greedy decoding gave .* and stop_reason = 'length'",
+    r"with stop_token_ids = \(\d+, \d+\) and ignore_eos, decoding gave .* and stop_reason = 'length'",
 )
 class FirstStopToken(Sampling):
     """Only the first of several ``stop_token_ids`` ends an answer."""
@@ -184,7 +184,7 @@ class FirstStopToken(Sampling):
 @Mutant(
     "I19.stop",
     "ignore_eos that goes for the request's own tokens (I19)",
-    r"with stop_token_ids = \(\d+, \d+\) and ignore_eos, greedy decoding gave",
+    r"with stop_token_ids = \(\d+, \d+\) and ignore_eos, decoding gave",
 )
 class IgnoresEosAmongStopTokens(ReferenceRolloutBackend):
     """With ``ignore_eos``, an EOS among ``stop_token_ids`` ends no answer."""
@@ -202,7 +202,7 @@ class OneEosAfterAnUpdate(ReferenceRolloutBackend):
         self._eos_token_ids = self._eos_token_ids[:1]
 
 
-@Mutant("I19.stop", "SGLang's tail of a response (I19)", "and a text of many tokens, greedy decoding gave")
+@Mutant("I19.stop", "SGLang's tail of a response (I19)", "and a text of many tokens, decoding gave")
 class StopTextsInATail(ReferenceRolloutBackend):
     """A stop text is searched in the last four tokens."""
 
@@ -232,7 +232,7 @@ def _without(request: LLMRequest, tokens: set[int]) -> LLMRequest:
 @Mutant(
     "I19.stop",
     "stop tokens in place of EOS (I19)",
-    r"with stop_token_ids = \(\d+,\) and EOS before it, greedy decoding gave",
+    r"with stop_token_ids = \(\d+,\) and EOS before it, decoding gave",
 )
 class StopTokensReplaceEos(Sampling):
     """A request with ``stop_token_ids`` does not end with EOS."""
@@ -244,7 +244,7 @@ class StopTokensReplaceEos(Sampling):
 @Mutant(
     "I19.stop",
     "configs with a list of EOS ids (I19)",
-    r"with EOS on the way, greedy decoding gave .*EOS is \d+ or \d+",
+    r"with EOS on the way, decoding gave .*EOS is \d+ or \d+",
 )
 class OneEos(ReferenceRolloutBackend):
     """Only the first of the config's EOS ids counts."""
