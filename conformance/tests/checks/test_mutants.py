@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from kill_matrix import Kill, Outcome
 from mutants import eight_bit
+from mutants.adapter_sync import RefusesScoresWithAdapters
 from mutants.all import MUTANTS
 from mutants.attack import attack, fits, other_checks, partner_of
 from mutants.bases import Packed, Replicated
@@ -108,6 +109,7 @@ CORRECT = {
     "sharing": (spec_of(Sharing, declared=SHARED), DP2, "gpt2"),
     "rollout": (spec_of(ReferenceRolloutBackend), DP1, "gpt2"),
     "without-seeds": (spec_of(IgnoresSeeds), DP1, "gpt2"),
+    "without-scores-of-adapters": (spec_of(RefusesScoresWithAdapters), DP1, "llama"),
     "served": (spec_of(Served, declared=SERVING), DP1, "gpt2"),
 }
 

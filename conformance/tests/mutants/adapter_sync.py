@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.data.batch import SequenceBatch
+from core_rl.errors import UnsupportedCapability
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.weight_sync.messages import AdapterMetadata
@@ -114,3 +116,12 @@ class TakesAnyBase(ReferenceRolloutBackend):
 
     def _base_digest(self) -> str:
         return "0" * 32
+
+
+class RefusesScoresWithAdapters(ReferenceRolloutBackend):
+    """No fault: given tokens are scored without ``model.lora`` alone, as by vLLM on a CPU (vllm #16668)."""
+
+    def _for_each(self, batch: SequenceBatch, temperature: float, read: Any) -> list[Any]:
+        if self.config.model.lora is not None:
+            raise UnsupportedCapability("model.lora is set: no scores")
+        return super()._for_each(batch, temperature, read)
