@@ -253,7 +253,10 @@ def test_nothing_moves_at_learning_rate_zero(
         )
     first, second = {finding.engine: finding for finding in diagnosis.findings}.values()
     assert (first.engine, first.place) == ("steps-at-least-a-little:dp1", "model.embed_tokens.weight")
-    assert (second.engine, second.place) == ("drifting-receiver:dp1", "sequence 0, token 0 of 8")
+    assert (second.engine, second.place) == (
+        "drifting-receiver:dp1",
+        "sequence 0, token 0 of 8 after a prompt of 17",
+    )
     assert "after sync 1 at learning rate 0" in second.message
 
 
