@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from page_blocks import DOCS, FENCE, PAGES, ROOT, blocks_of, commands_of, name_of
 
 from core_rl.config.base import parse_config
+from core_rl.toolkit.attention import head_size
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_trainer.recipe.recipe import Recipe
 
@@ -222,8 +223,11 @@ def test_page_has_sizes_of_tiny_models() -> None:
     assert len(rows) == 5
     for family, sizes in rows:
         config = TinyModel(family=family).config()
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        expected = [config.num_hidden_layers, config.hidden_size, config.intermediate_size, heads]
-        expected += [config.num_key_value_heads, width, config.vocab_size]
+        expected = [config.num_hidden_layers, config.hidden_size, config.intermediate_size]
+        expected += [
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_size(config),
+            config.vocab_size,
+        ]
         assert [int(size) for size in re.findall(r"\d+", sizes)] == expected

@@ -166,7 +166,7 @@ def changed_tensors(
         for name, tensor in loaded.items()
         if not torch.equal(tensor, weights[name])
     ]
-    part.tokens["advantages"].neg_()  # as where a trainer normalizes them once more
+    part.tokens["advantages"].neg_()  # a trainer may normalize them in place
     losses = {engine.eval_batch(one, loss, ONE_PASS)["loss"] for one in (part, deepcopy(part))}
     if len(losses) > 1:
         problems.append("advantages that the caller changed between two calls are not read again")

@@ -243,6 +243,10 @@ def _verify_buffers(subject: EngineUnderTest, group: EngineGroup, model: TinyMod
     trained, files = group.tensor_shapes("master"), tensors_of(subject.expected.models.directory(model))
     if files.keys() <= trained.keys() or subject.case.dtype != "float32":
         return
+
+    def untrained(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value for name, value in tensors.items() if name not in trained}
+
     data = ragged(model.vocab_size, 1000 * subject.case.seed, PROBE)
     turns = {"": model, " after a load": elsewhere(model)}
     checkpoint = meta(subject.directory("sharded"), "sharded")
@@ -255,15 +259,13 @@ def _verify_buffers(subject: EngineUnderTest, group: EngineGroup, model: TinyMod
         elif number:
             group.load(checkpoint)
         path = subject.directory(f"export-{number}")
-        files = tensors_of(subject.expected.models.directory(source))
-        expected = {name: value for name, value in files.items() if name not in trained}
+        expected = untrained(tensors_of(subject.expected.models.directory(source)))
         label = f"of {model.family}{turn}"
         group.save(meta(path, "hf"))
-        exported = {name: value for name, value in tensors_of(path).items() if name not in trained}
         subject.verify_same(f"buffers {label}", group.named_tensors("buffers"), expected)
-        subject.verify_same(f"buffers in an export {label}", exported, expected)
-        for method in (method for method in methods_of(subject) if method != "disk"):
-            sent = caught(group, sync_meta(subject, method, number + 1, LARGE_BUCKET)).tensors
-            sent_buffers = {name: value for name, value in sent.items() if name not in trained}
-            subject.verify_same(f"buffers sent by {method} {label}", sent_buffers, expected)
+        subject.verify_same(f"buffers in an export {label}", untrained(tensors_of(path)), expected)
+        for method in methods_of(subject):
+            if method != "disk":  # which is an export
+                sent = caught(group, sync_meta(subject, method, number + 1, LARGE_BUCKET)).tensors
+                subject.verify_same(f"buffers sent by {method} {label}", untrained(sent), expected)
         verify_forward(subject, group, ("logprobs",), source, data, label)

@@ -99,7 +99,7 @@ def failed_updates_change_nothing(subject: EngineUnderTest) -> None:
     engine.set_version(3)
     unreadable = _unreadable(subject, model)
     _verify_failures(subject, engine, unreadable, model, 3)
-    serving.installed(engine, published(subject, new, 4))  # none of the others is older
+    serving.installed(engine, published(subject, new, 4))  # no older than the failing updates
     responses = serving.ask(engine, serving.few_requests(subject))
     serving.verify_served(subject, "after an update that follows failed ones", responses, new, model, 4)
     if subject.spec.supports(Capability.RELEASE_MEMORY):

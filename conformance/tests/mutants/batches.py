@@ -74,13 +74,9 @@ class LosesSequence65(_WithoutGradient):
         return [number >= 64 for number in range(micro_batch.num_sequences)]
 
 
-@Mutant(
-    CHECK,
-    "rewards that are trained in pairs",
-    r"head: reward.*sequences: (65|one)[\s\S]*count 0(\.\d+)? times",
-)
+@Mutant(CHECK, "rewards that are trained in pairs", r"head: reward.*sequences: (65|one)[\s\S]*count 0 times")
 class LastOfOddRewardsIsNotTrained(Packed):
-    """Reward models take sequences by pairs, and a rest without its gradient."""
+    """Rewards are trained in pairs; the score of a sequence without a partner has no gradient."""
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         output = super().outputs(micro_batch, step)

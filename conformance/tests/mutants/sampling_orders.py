@@ -351,7 +351,7 @@ def _changed(params: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
 @Mutant(
     "I19.stop", "ignore_eos as a ban of EOS (I19)", "temperature = 1.0 and top_k = 1 and EOS drawn on the way"
 )
-class BansEosWhereItIsIgnored(ReferenceRolloutBackend):
+class BansEosWhereItIsIgnored(Replaced):
     """With ``ignore_eos``, the end tokens are never drawn."""
 
     def _complete(self, entries: Entries) -> None:
@@ -363,11 +363,9 @@ class BansEosWhereItIsIgnored(ReferenceRolloutBackend):
                 self._banned = eos if sampling.ignore_eos else []
 
             def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-                return (
-                    super()
-                    .__call__(input_ids, scores)
-                    .index_fill(1, torch.tensor(self._banned).long(), -torch.inf)
-                )
+                noisy = super().__call__(input_ids, scores)
+                noisy[:, self._banned] = -torch.inf
+                return noisy
 
-        with patch.object(sampling, "GumbelSampler", Banning):
-            super()._complete(entries)
+        self.sampler = Banning
+        super()._complete(entries)
