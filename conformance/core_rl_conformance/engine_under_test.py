@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -406,18 +407,23 @@ class EngineUnderTest:
         metrics: Mapping[str, float],
         expected: ExpectedGradients,
         again: Again | None = None,
+        *,
+        name: str = "loss",
     ) -> None:
-        """Compare the reported loss and the exported gradients with the oracle's.
+        """Compare the reported loss, the metric ``name``, and the exported gradients with the oracle's.
 
         ``again`` makes the same pass once more, to detect nondeterminism.
         """
-        truth, loss, mistakes = expected.oracle, metrics["loss"], expected.mistakes
+        truth, loss, mistakes = expected.oracle, metrics.get(name, math.nan), expected.mistakes
         grads = group.named_tensors("grads")
-        of_loss = partial(explain_loss, loss, truth.loss, expected.loss, mistakes, again)
-        self.verify_loss(f"the loss {label}", loss, expected, explain=of_loss)
         of_grads = partial(explain_named, grads, expected.tolerances, mistakes, again, expected.shares)
         values = grads, truth.grads, expected.tolerances
         finding = diagnose.compare_named(f"gradients {label}", *values, explain=of_grads)
+
+        def of_loss() -> str | None:
+            return explain_loss(loss, truth.loss, expected.loss, mistakes, again) or finding.cause
+
+        self.verify_loss(f"the {name} {label}", loss, expected, explain=of_loss)
         self.verify(reproduced(self.case, finding, expected.computation, *values))
 
     def verify_backward(

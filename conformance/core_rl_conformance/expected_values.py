@@ -362,6 +362,9 @@ def _output_mistakes(
         states = [torch.cat([row["values"][1:], row["scores"][None]]) for row in truth]
         yield "the score of the first token", [row[0] for row in states]
         yield "the score of the token before the last", [row[-2:][0] for row in states]
+        masks = [sequence.fields["mask"] for sequence in sequences]
+        lasts = [int(mask.nonzero()[-1]) if mask.any() else -1 for mask in masks]
+        yield "the score of the last trained token", [row[n] for row, n in zip(states, lasts, strict=True)]
     for sentence, routed in misrouted(sequences):
         yield sentence, [outputs[name] for outputs in oracle().evaluate(routed, temperature)]
     for sentence, runs in _mistaken(truth, sequences):
@@ -443,9 +446,10 @@ def _gradient_mistakes(
     oracle: Callable[[], Oracle], sequences: Sequence[OracleSequence], loss: CheckLoss
 ) -> Iterator[tuple[str, Gradients]]:
     """Of a mistake in the outputs the loss alone, which it always changes."""
-    for sentence, wrong in loss.mistakes():
+    right = oracle().evaluate(sequences, loss.temperature)
+    for sentence, wrong in loss.mistakes(right):
         yield sentence, oracle().gradients(sequences, wrong.of_sequence, wrong.temperature)
-    for sentence, runs in _mistaken(oracle().evaluate(sequences, loss.temperature), sequences):
+    for sentence, runs in _mistaken(right, sequences):
         pairs = zip(runs, sequences, strict=True)
         sums = [loss.of_sequence(outputs, sequence.in_dtype(torch.float64)) for outputs, sequence in pairs]
         weight = sum(counted for _, counted in sums)

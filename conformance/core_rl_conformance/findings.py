@@ -14,7 +14,7 @@ from core_rl_conformance.case import Case
 from core_rl_conformance.expected_values import ExpectedGradients
 from core_rl_conformance.hints.diagnose import Explain, Finding, compare_scalar
 from core_rl_conformance.reproduction import Computation, Weights, reproduction
-from core_rl_oracle.tolerance import Tolerance
+from core_rl_oracle.tolerance import EXACT, Tolerance
 
 
 def reproduced(
@@ -63,7 +63,7 @@ def weights_finding(
     shapes_only = of is not None and isinstance(of.quantity, Weights) and of.quantity.shapes_only
     if shapes_only and math.isfinite(finding.error):
         return finding
-    exact = dict.fromkeys(expected, Tolerance(baseline=0.0, floor=0.0))
+    exact = dict.fromkeys(expected, EXACT)
     return reproduced(case, finding, of, got, expected, exact)
 
 

@@ -132,7 +132,8 @@ class Oracle:
 
         For ``lm``: ``logits [L, V]`` (that token ``t`` was drawn from, divided by the temperature),
         ``logprobs [L]`` and ``entropy [L]``; otherwise ``values [L]``, ``bootstrap`` and ``scores`` (scalars).
-        With routers, their ``aux_loss`` (a scalar, times ``L``) and ``routing [L, layers, k]`` as well.
+        With routers, their ``aux_loss`` (a scalar, times ``L``), ``routing [L, layers, k]`` and
+        ``router_logits [L, layers, E]`` as well.
         ``refuse`` is that of `float64_only`.
         """
         return joined_outputs([self._alone(part, temperature, refuse) for part in sequence.parts])
@@ -153,6 +154,7 @@ class Oracle:
             if choices:
                 outputs["aux_loss"] = balance(choices)
                 outputs["routing"] = torch.stack([choice.experts for choice in choices], dim=1)
+                outputs["router_logits"] = torch.stack([choice.logits for choice in choices], dim=1)
             return outputs
 
     def _outputs(self, ids: Tensor, media: Mapping[str, Tensor], temperature: float) -> dict[str, Tensor]:

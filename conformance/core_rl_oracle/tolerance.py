@@ -55,6 +55,9 @@ class Tolerance:
         return f"{self.limit:.1e} (= {FACTOR:g} x {self.baseline:.1e} of the plain model + {self.floor:.1e})"
 
 
+EXACT = Tolerance(baseline=0.0, floor=0.0)
+
+
 def largest_difference(got: Tensor, expected: Tensor) -> float:
     """The infinity norm of the difference, in float64; infinite where ``got`` is NaN."""
     if not got.numel():

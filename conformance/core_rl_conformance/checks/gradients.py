@@ -27,7 +27,7 @@ from core_rl_conformance.procedures.training import (
     verify_steps_of_losses,
 )
 from core_rl_oracle.oracle import Gradients, grad_norm
-from core_rl_oracle.tolerance import Tolerance
+from core_rl_oracle.tolerance import EXACT, Tolerance
 
 TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
 CALLS = (2, 3, 5)
@@ -87,9 +87,8 @@ def _verify_metrics(
     masks = [sequence.fields["mask"] for sequence in data.for_oracle()]
     trained = torch.cat([value[mask] for value, mask in zip(logprobs.values, masks, strict=True)])
     entropies = torch.cat([value[mask] for value, mask in zip(entropy.values, masks, strict=True)])
-    exact = Tolerance(baseline=0.0, floor=0.0)
     expected = {
-        "tokens": (float(len(trained)), exact),
+        "tokens": (float(len(trained)), EXACT),
         "mean_logprob": (float(trained.mean()), logprobs.tolerance),
         "lowest_logprob": (float(trained.min()), logprobs.tolerance),
         "highest_entropy": (float(entropies.max()), entropy.tolerance),

@@ -25,7 +25,7 @@ from core_rl_conformance.profile import DENSE
 from core_rl_oracle.muon import MixedOptimizer, mixed_tolerances
 from core_rl_oracle.oracle import AdamW, OptimizerState
 from core_rl_oracle.plain_adamw import share_of_values, with_rounding_to_codes
-from core_rl_oracle.tolerance import Tolerance
+from core_rl_oracle.tolerance import EXACT
 
 LOSS = TokenMeanLoss(temperature=0.8)
 STEPS = 3
@@ -211,8 +211,7 @@ def _verify_near(subject: EngineUnderTest, group: EngineGroup, saved: moving.Sta
     label = "after the load of 'portable'"
     moving.verify_state(subject, label, group, {"master": saved["master"]})
     for kind in MOMENTS:
-        exact = Tolerance(baseline=0.0, floor=0.0)
-        limits = with_rounding_to_codes(kind, saved[kind], dict.fromkeys(saved[kind], exact))
+        limits = with_rounding_to_codes(kind, saved[kind], dict.fromkeys(saved[kind], EXACT))
         subject.verify_named(f"{kind} {label}", group.named_tensors(kind), saved[kind], limits)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,6 +14,8 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest
+from core_rl_conformance.expected_values import ExpectedGradients
+from core_rl_conformance.hints.diagnose import explain_loss, explain_named
 from core_rl_conformance.inputs.data import Ragged, prefix_trees
 from core_rl_conformance.inputs.losses import BalancedTokenMeanLoss, BalanceLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_experts import alike
@@ -92,9 +93,7 @@ def _verify_balance(
     metrics: Mapping[str, float],
 ) -> None:
     expected = subject.gradients(model, data, ALONE)
-    value, grads = metrics.get("aux_loss", math.nan), group.named_tensors("grads")
-    subject.verify_loss(f"the metric 'aux_loss' {label}", value, expected)
-    subject.verify_named(f"gradients {label}", grads, expected.oracle.grads, expected.tolerances)
+    subject.verify_gradients(label, group, metrics, expected, name="aux_loss")
     group.optimizer_zero_grad()
 
 
@@ -135,17 +134,25 @@ def balance_comes_on_top(subject: EngineUnderTest) -> None:
     plain = subject.gradients(model, data, replace(loss, coef=0.0))
     group = subject.start(changes={"model": {"router_aux_coef": COEF}})
     metrics = group.forward_backward(data.batch(), loss.spec(), BUDGET)
-    grads = group.named_tensors("grads")
     subject.verify_loss("the loss", metrics["loss"], plain)
-    subject.verify_named("gradients next to a loss", grads, expected.oracle.grads, expected.tolerances)
-    group.optimizer_zero_grad()
+    _verify_grads(subject, group, "gradients next to a loss", expected)
     evaluated = group.eval_batch(data.batch(), loss.spec(), BUDGET)["loss"]
-    subject.verify_loss("the loss of eval_batch()", evaluated, plain)
+    mistake = ("the balance is a part of it", expected.oracle)
+    explain = partial(explain_loss, evaluated, plain.oracle.loss, plain.loss, lambda: iter([mistake]), None)
+    subject.verify_loss("the loss of eval_batch()", evaluated, plain, explain=explain)
     for part in (range(0, len(data.rows), 3), [i for i in range(len(data.rows)) if i % 3]):
         batch = data.select(part).batch()
         group.forward_backward(batch, loss.spec(), ONE_PASS, total_weight=trained, total_tokens=tokens)
+    _verify_grads(subject, group, "gradients of two calls", expected)
+
+
+def _verify_grads(
+    subject: EngineUnderTest, group: EngineGroup, label: str, expected: ExpectedGradients
+) -> None:
     grads = group.named_tensors("grads")
-    subject.verify_named("gradients of two calls", grads, expected.oracle.grads, expected.tolerances)
+    explain = partial(explain_named, grads, expected.tolerances, expected.mistakes, None, expected.shares)
+    subject.verify_named(label, grads, expected.oracle.grads, expected.tolerances, explain=explain)
+    group.optimizer_zero_grad()
 
 
 @check("I17.routing-replay", requires={Capability.ROUTING_REPLAY}, families=ROUTED)

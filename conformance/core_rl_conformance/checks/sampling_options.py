@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, islice, product
+from itertools import combinations, islice, permutations, product
 from operator import itemgetter
 from typing import Any
 
@@ -25,6 +25,7 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
 from core_rl_conformance.hints.tokens import LOOKS_LIKE
 from core_rl_conformance.inputs.covering import PAIRS, Combination, covering_array, shrink
+from core_rl_conformance.inputs.losses import wrong_temperatures
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising_bet
 from core_rl_conformance.procedures.serving import (
     answers,
@@ -35,13 +36,15 @@ from core_rl_conformance.procedures.serving import (
     left_by_cut,
     oracle_outputs,
 )
-from core_rl_oracle.tolerance import Tolerance
+from core_rl_oracle.tolerance import EXACT, Tolerance
 
 REQUESTS, AGAIN = 12, 3
 """Requests of each combination, and the number that is sent a second time: the size of the array."""
 SEEDS = tuple(2**62 + number for number in range(REQUESTS))
 """They differ in bits that a float does not hold."""
 THREES = 3
+ALONE = 3
+"""Times that a combination is asked for without others."""
 OWN_MARGIN = 0.05
 """Rounding between two passes of one engine, in log-probs."""
 TOKENS = 12
@@ -187,8 +190,13 @@ def _verify_array(subject: EngineUnderTest, strength: int) -> None:
     begin = covering_array(effective, subject.case.seed, begin=near)
     failure = array.failure(covering_array(declared, subject.case.seed, strength, begin))
     if failure is not None:
-        smaller = shrink(failure[0], usual, lambda row: array.failure([row]) is not None)
-        raise (array.failure([smaller]) or failure)[1]
+        row, error = failure
+        smaller = shrink(row.options, usual, lambda options: array.failure([options]) is not None)
+        for _ in range(ALONE):
+            if alone := array.failure([smaller]):
+                raise alone[1]
+        replace(row, in_company=True).verify(subject, has_seeds=array.has_seeds)
+        raise error
 
 
 def _has_seeds(engine: InferenceEngine, prompts: Prompts) -> bool:
@@ -208,7 +216,7 @@ class _Array:
     prompts: Prompts
     has_seeds: bool
 
-    def failure(self, combinations: Sequence[Combination]) -> tuple[Combination, AssertionError] | None:
+    def failure(self, combinations: Sequence[Combination]) -> tuple[_Row, AssertionError] | None:
         """The first of ``combinations`` that fails, with its error; all are in flight together."""
         rows = [self._row(options) for options in combinations]
         last = _ask(self.engine, [request for row in rows for request in row.requests[-AGAIN:]])
@@ -227,10 +235,11 @@ class _Array:
                 alike = [a for r in answered for a in r.all if r.sampling.logprob_temperature == temperature]
                 expected = expected_of(self.subject, self.subject.model(), alike[: 4 * REQUESTS], temperature)
                 tolerances[temperature] = expected.tolerance
+            judged = replace(row, tolerance=tolerances[temperature])
             try:
-                row.verify(self.subject, tolerances[temperature], self.has_seeds)
+                judged.verify(self.subject, has_seeds=self.has_seeds)
             except AssertionError as error:
-                return row.options, error
+                return judged, error
         return None
 
     def _row(self, options: Combination) -> _Row:
@@ -287,29 +296,34 @@ class _Row:
     """One for each request."""
     again: Sequence[LLMResponse] = ()
     """To the last requests, without the others next to them."""
+    tolerance: Tolerance = EXACT
+    """The allowed error of log-probs."""
+    in_company: bool = False
+    """Without requests that have other options, it does not fail."""
 
     @property
     def label(self) -> str:
         usual = {name: next(iter(values)) for name, values in VALUES.items()}
         unusual = [f"{name} = {value}" for name, value in self.options.items() if value != usual[name]]
-        return f"with {', '.join(unusual) or 'no option'}"
+        company = " (alone, the same requests pass)" * self.in_company
+        return f"with {', '.join(unusual) or 'no option'}{company}"
 
     @property
     def all(self) -> list[LLMResponse]:
         return [*self.crowd, *self.again]
 
-    def verify(self, subject: EngineUnderTest, tolerance: Tolerance, has_seeds: bool) -> None:
+    def verify(self, subject: EngineUnderTest, *, has_seeds: bool) -> None:
         """Require the ends, draws and log-probs that the contract defines."""
-        sampling, label = self.sampling, self.label
+        sampling, label, tolerance = self.sampling, self.label, self.tolerance
         for response in self.all:
             self._verify_end(subject, response)
         logits = oracle_outputs(subject, subject.model(), self.all, "logits")
         pairs = zip(self.all, logits, strict=True)
-        full = [_changed_rows(rows, response.output_ids, sampling) for response, rows in pairs]
+        full = [_changed_rows(rows, response, sampling) for response, rows in pairs]
         margin = 2 * tolerance.limit
         left = [left_by_cut(rows, sampling, 0.0).log_softmax(-1) for rows in full]
         clear = [clear_of_cut(rows, sampling, margin) for rows in full]
-        self._verify_draws(subject, full, margin)
+        self._verify_draws(subject, full, logits, margin)
         # Equal seeds draw the same again.
         streams = {
             (request.input_ids, number if (seed := request.sampling.seed) is None else -seed - 1): number
@@ -331,12 +345,31 @@ class _Row:
 
     def _causes(self, logits: Sequence[Tensor], left: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
         yield "log-probs of what the cut has left", self._at(left)
+        for sentence, rows in self._mistaken(logits):
+            yield f"log-probs {sentence}", self._at(rows)
+
+    def _mistaken(self, logits: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+        """Sentences about changes of ``logits``, each ``[n, V]``, and the log-probs that each gives."""
+
+        def changed(sampling: SamplingParams, **mistake: Any) -> list[Tensor]:
+            pairs = zip(self.all, logits, strict=True)
+            return [_changed_rows(rows, response, sampling, **mistake) for response, rows in pairs]
+
+        sampling, scale = self.sampling, self.sampling.logprob_temperature
+        for sentence, temperature in wrong_temperatures(scale):
+            yield f"where {sentence}", changed(replace(sampling, temperature=temperature))
+        if all(getattr(sampling, name) == getattr(ONE, name) for name in CHANGES):
+            return
         for name in CHANGES:
-            without = replace(self.sampling, **{name: getattr(ONE, name)})
-            if without != self.sampling:
-                pairs = zip(self.all, logits, strict=True)
-                rows = [_changed_rows(row, response.output_ids, without) for response, row in pairs]
-                yield f"log-probs without {name}, at some places or at all", self._at(rows)
+            without = replace(sampling, **{name: getattr(ONE, name)})
+            if without != sampling:
+                yield f"without {name}, at some places or at all", changed(without)
+        for order in permutations(CHANGES):
+            yield f"after the changes {', '.join(order)}, in this order", changed(sampling, order=order)
+        for sentence, count in COUNTED.items():
+            yield f"with penalties that count {sentence}", changed(sampling, count=count)
+        late = tuple((token, scale * bias) for token, bias in sampling.logit_bias)
+        yield "with a bias that the temperature does not divide", changed(replace(sampling, logit_bias=late))
 
     def _at(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """The values ``[n]`` of each ``rows [n, V]`` at the tokens of an answer."""
@@ -358,7 +391,9 @@ class _Row:
             f"{list(self.sampling.stop)}",
         )
 
-    def _verify_draws(self, subject: EngineUnderTest, full: Sequence[Tensor], margin: float) -> None:
+    def _verify_draws(
+        self, subject: EngineUnderTest, full: Sequence[Tensor], logits: Sequence[Tensor], margin: float
+    ) -> None:
         """Require that tokens are drawn from log-probs ``full``, each ``[n, V]``, as far as the cut leaves them."""
         sampling, label = self.sampling, self.label
         for response, rows in zip(self.all, full, strict=True):
@@ -367,15 +402,34 @@ class _Row:
                 if not left[place, token]:
                     problem = f"{label}, token {token} was drawn at place {place} of an answer; only "
                     problem += f"{int(left[place].sum())} other tokens are left"
-                    subject.require(False, "\n".join([problem, *self._lost_cuts(full, margin)]))
+                    subject.require(False, "\n".join([problem, *self._wrong_cuts(full, logits, margin)]))
 
-    def _lost_cuts(self, full: Sequence[Tensor], margin: float) -> Iterator[str]:
-        """A line for each cut without which all tokens may be drawn."""
-        for name in CUTS:
-            one = replace(self.sampling, **{name: getattr(ONE, name)})
-            values = self._at([left_by_cut(rows, one, margin) for rows in full])
-            if one != self.sampling and all(bool(part.isfinite().all()) for part in values):
-                yield LOOKS_LIKE + LOST.format(name)
+    def _wrong_cuts(self, full: Sequence[Tensor], logits: Sequence[Tensor], margin: float) -> Iterator[str]:
+        """A line for the mistake that leaves fewest tokens, of those that leave all drawn ones."""
+        sampling = self.sampling
+        without = {name: replace(sampling, **{name: getattr(ONE, name)}) for name in CUTS}
+        bare = replace(sampling, **{name: getattr(ONE, name) for name in CUTS})
+        alone = [replace(bare, **{name: getattr(sampling, name)}) for name in CUTS]
+        cuts = [
+            ("each cut counts the tokens that the others drop", full, alone),
+            (
+                "changes of logits do not reach the cut, or have no effect",
+                [rows.log_softmax(-1) for rows in logits],
+                [sampling],
+            ),
+            *((LOST.format(name), full, [one]) for name, one in without.items()),
+            *((f"draws {sentence}", rows, [sampling]) for sentence, rows in self._mistaken(logits)),
+        ]
+        sizes = {}
+        for sentence, parts, some in cuts:
+            masks = [
+                torch.stack([left_by_cut(rows, one, margin) for one in some]).isfinite().all(0)
+                for rows in parts
+            ]
+            if all(bool(drawn.all()) for drawn in self._at(masks)):
+                sizes[sentence] = sum(int(mask.sum()) for mask in masks)
+        if sizes:
+            yield LOOKS_LIKE + min(sizes, key=lambda sentence: sizes[sentence])
 
     def _verify_streams(self, subject: EngineUnderTest, chances: Sequence[float], *, has_seeds: bool) -> None:
         """Require equal answers of equal seeds, and others of other streams; ``chances`` are logs of probabilities."""
@@ -401,18 +455,43 @@ class _Row:
         subject.require(not has_seeds or different <= same, problem)
 
 
-def _changed_rows(rows: Tensor, ids: Sequence[int], sampling: SamplingParams) -> Tensor:
-    """Log-probs ``[n, V]`` from the changed logits ``rows``, at which the tokens ``ids [n]`` were drawn."""
-    changed = [_changed(row, ids[:place], sampling) for place, row in enumerate(rows)]
+Count = Callable[[tuple[int, ...], tuple[int, ...]], Sequence[int]]
+"""The tokens that penalties count, of a prompt and of the response so far."""
+COUNTED: Mapping[str, Count] = {
+    "the prompt's tokens as well": lambda prompt, ids: sorted({*prompt, *ids}),
+    "the prompt's tokens alone": lambda prompt, ids: sorted(set(prompt)),
+    "the prompt's last token as well": lambda prompt, ids: sorted({prompt[-1], *ids}),
+    "a token each time": lambda prompt, ids: ids,
+    "all tokens but the last": lambda prompt, ids: sorted(set(ids[:-1])),
+}
+
+
+def _changed_rows(
+    rows: Tensor,
+    response: LLMResponse,
+    sampling: SamplingParams,
+    order: Sequence[str] = CHANGES,
+    count: Count = lambda prompt, ids: sorted(set(ids)),
+) -> Tensor:
+    """Log-probs ``[n, V]`` from the changed logits ``rows``, at which the tokens of ``response`` were drawn."""
+    ids = response.output_ids
+    counted = [count(response.input_ids, ids[:place]) for place in range(len(ids))]
+    changed = [_changed(*pair, sampling, order) for pair in zip(rows, counted, strict=True)]
     return (torch.stack(changed) / sampling.logprob_temperature).log_softmax(-1)
 
 
-def _changed(row: Tensor, before: Sequence[int], sampling: SamplingParams) -> Tensor:
-    """The logits ``row [V]`` after the tokens ``before`` of the response, one token at a time."""
+def _changed(row: Tensor, counted: Sequence[int], sampling: SamplingParams, order: Sequence[str]) -> Tensor:
+    """The logits ``row [V]`` with penalties on the ``counted`` tokens, one token at a time."""
     row = row.clone()
-    for token in sorted(set(before)):
-        row[token] -= sampling.presence_penalty
-        row[token] *= 1 / sampling.repetition_penalty if row[token] > 0 else sampling.repetition_penalty
-    for token, bias in sampling.logit_bias:
-        row[token] += bias
+    for name in order:
+        if name == "logit_bias":
+            for token, bias in sampling.logit_bias:
+                row[token] += bias
+        for token in counted if name != "logit_bias" else ():
+            if name == "presence_penalty":
+                row[token] -= sampling.presence_penalty
+            else:
+                row[token] *= (
+                    1 / sampling.repetition_penalty if row[token] > 0 else sampling.repetition_penalty
+                )
     return row

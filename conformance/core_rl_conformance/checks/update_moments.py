@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import cast
@@ -279,6 +279,8 @@ class Updates:
     label: str = "before the updates"
     has_base: bool = False
     """Whether the last update was one of changes, which arrived."""
+    labels: dict[int, list[Judged]] = field(default_factory=dict)
+    """All weights that it had under each version."""
 
     @staticmethod
     def begin(subject: EngineUnderTest, engine: InferenceEngine, truth: Judged) -> Updates:
@@ -339,5 +341,7 @@ class Updates:
         # The very requests of the updates before, and an answer of the last weights that goes on.
         responses = serving.ask(engine, [*self.requests, *self.continued])
         self.continued = serving.requests_for(serving.sequences_of(responses[:1]), serving.GREEDY)
-        serving.verify_served(subject, label, responses, self.truth, old, version)
+        earlier = [weights for weights in self.labels.setdefault(version, []) if weights != self.truth]
+        serving.verify_served(subject, label, responses, self.truth, old, version, earlier)
+        self.labels[version].append(self.truth)
         serving.verify_scores(subject, label, engine, serving.sequences_of(responses), self.truth, old)

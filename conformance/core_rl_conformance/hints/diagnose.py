@@ -12,7 +12,7 @@ from core_rl_conformance.hints.tensor_shapes import Named, named_hints
 from core_rl_conformance.hints.token_shapes import token_hints
 from core_rl_conformance.hints.tokens import LOOKS_LIKE, Places, Tokens, named_factor
 from core_rl_oracle.oracle import Gradients
-from core_rl_oracle.tolerance import Tolerance, largest_difference
+from core_rl_oracle.tolerance import EXACT, Tolerance, largest_difference
 
 NEAR = 3.0
 """Times the limit."""
@@ -40,9 +40,15 @@ class Finding:
     """A script that computes the expected values without core-rl; empty without one."""
 
     @property
+    def cause(self) -> str | None:
+        """The cause that the problem names, or None."""
+        lines = (self.problem or "").splitlines()
+        return next((line.removeprefix(LOOKS_LIKE) for line in lines if line.startswith(LOOKS_LIKE)), None)
+
+    @property
     def message(self) -> str:
         """The problem, which is called unknown where nothing explains it."""
-        known = self.names_cause or LOOKS_LIKE in (self.problem or "")
+        known = self.names_cause or self.cause is not None
         near = 0 < self.error < NEAR * self.limit
         size = [f"this is {self.error / self.limit:.1f} times the limit"] if near else []
         return "\n".join([self.problem or "", *(() if known else (*size, UNKNOWN))])
@@ -168,7 +174,7 @@ def same_named(
     since: Mapping[str, Tensor] | None = None,
 ) -> Finding:
     """Compare tensors by name, bit for bit; ``since`` as for `compare_named`."""
-    exact = {name: Tolerance(baseline=0.0, floor=0.0) for name in expected}
+    exact = dict.fromkeys(expected, EXACT)
     dtypes = [name for name in expected if name in got and got[name].dtype != expected[name].dtype]
     if dtypes:
         name = dtypes[0]

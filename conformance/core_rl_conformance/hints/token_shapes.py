@@ -199,14 +199,14 @@ def token_hints(tokens: Tokens, explained: Sequence[str] = ()) -> list[str]:
 
     What ``explained`` the values replaces the shape.
     """
-    if int(tokens.wrong.sum()) < 2:
-        return list(explained)
-    value = None if explained else next((text for shape in VALUES if (text := shape(tokens))), None)
+    single = int(tokens.wrong.sum()) < 2  # no pattern
+    shapes, places = ((_not_finite, _zero), (_by_sequence,)) if single else (VALUES, PLACES)
+    value = None if explained else next((text for shape in shapes if (text := shape(tokens))), None)
     hints = list(explained) if value is None else [LOOKS_LIKE + value]
-    matching = [part for shape in PLACES for part in shape(tokens) if _explains(part[1], tokens)]
+    matching = [part for shape in places for part in shape(tokens) if _explains(part[1], tokens)]
     if matching:
         hints.append(min(matching, key=lambda part: int(part[1].sum()))[0])
-    elif not hints:
+    elif not hints and not single:
         hints += [trend for shape in TRENDS if (trend := shape(tokens))][:1]
     return hints
 

@@ -26,20 +26,23 @@ BLOCKS = (8, 16, 32, 64)
 """Tokens of a block in prefix caches."""
 LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 BEFORE = "log-probs of the weights before the update"
+SAME_LABEL = "log-probs of earlier weights that had the same version"
 
 
-def stale_answers(got: Values, right: Values, old: Values, tolerance: Tolerance) -> Iterator[Mistake]:
+def stale_answers(
+    got: Values, right: Values, old: Values, tolerance: Tolerance, weights: str = BEFORE
+) -> Iterator[Mistake]:
     """Whole answers by ``old`` weights; others may be right, such as answers that were never cached."""
     sides = list(enumerate(zip(got, right, old, strict=True)))
     numbers = [
         n for n, (a, new, before) in sides if _near(a, before, tolerance) and not _near(a, new, tolerance)
     ]
-    label = f"{len(numbers)} of {len(got)} answers ({', '.join(map(str, numbers))}) have the {BEFORE}"
+    label = f"{len(numbers)} of {len(got)} answers ({', '.join(map(str, numbers))}) have the {weights}"
     reason = (
         "others of the new ones: answers or keys and values that are kept, or a replica without the update"
     )
     values = [before if n in numbers else new for n, (_, new, before) in sides]
-    yield BEFORE if len(numbers) == len(got) else f"{label}, {reason}", values
+    yield weights if len(numbers) == len(got) else f"{label}, {reason}", values
 
 
 def _near(got: Tensor, value: Tensor, tolerance: Tolerance) -> bool:
@@ -97,6 +100,11 @@ def mixed_weights(old: Oracle, new: Oracle) -> Iterator[str]:
             new.set_parameters({name: before[name] if name in stale else after[name] for name in after})
             yield f"{part} the weights before the update"
     new.set_parameters(after)
+    buffers = list(zip(old.model.buffers(), new.model.buffers(), strict=True))
+    if not all(torch.equal(*pair) for pair in buffers):
+        for value, buffer in buffers:
+            buffer.copy_(value)
+        yield "buffers have the values before the update"
 
 
 def _head(oracle: Oracle) -> torch.nn.Linear:

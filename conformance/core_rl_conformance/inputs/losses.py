@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from core_rl.backend.loss import LossSpec, count_sequences, count_tokens
 from core_rl.backend.metrics import Metric
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput, OutputName, masked_fill, masked_sum, segment_sum
+from core_rl_oracle.experts import Choice, balance
 from core_rl_oracle.oracle import OracleSequence
 
 EngineResult = tuple[Tensor, Mapping[str, Metric]]
@@ -47,8 +49,11 @@ class CheckLoss(ABC):
         """For an engine."""
         return LossSpec(fn=self, weight_fn=self.weight, outputs=self.outputs, temperature=self.temperature)
 
-    def mistakes(self) -> Iterator[tuple[str, CheckLoss]]:
-        """Sentences about known mistakes, and the loss that an engine with each computes."""
+    def mistakes(self, right: Sequence[Outputs]) -> Iterator[tuple[str, CheckLoss]]:
+        """Sentences about known mistakes, and the loss that an engine with each computes.
+
+        ``right`` are the outputs of all sequences.
+        """
         for sentence, wrong in wrong_temperatures(self.temperature):
             yield sentence, replace(self, temperature=wrong)
 
@@ -73,8 +78,8 @@ class TokenMeanLoss(CheckLoss):
     entropy_coef: float = 0.25
     outputs = ("logprobs", "entropy")
 
-    def mistakes(self) -> Iterator[tuple[str, CheckLoss]]:
-        yield from super().mistakes()
+    def mistakes(self, right: Sequence[Outputs]) -> Iterator[tuple[str, CheckLoss]]:
+        yield from super().mistakes(right)
         if self.entropy_coef:
             yield "the entropy is left out, or has no gradient", replace(self, entropy_coef=0.0)
             yield "the entropy has the other sign", replace(self, entropy_coef=-self.entropy_coef)
@@ -163,8 +168,74 @@ class BalanceLoss(CheckLoss):
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
         return masked_sum(0.0 * output["logprobs"], batch.loss_mask), {}
 
+    def spec(self) -> LossSpec:
+        return LossSpec(fn=self, weight_fn=count_tokens, outputs=self.outputs)
+
+    @staticmethod
+    def weight(batch: SequenceBatch) -> float:
+        return float(batch.num_tokens)
+
+    def mistakes(self, right: Sequence[Outputs]) -> Iterator[tuple[str, CheckLoss]]:
+        for sentence, mistake in BALANCES.items():
+            yield sentence, WrongBalance(mistake=mistake)
+        batch = {
+            name: torch.cat([outputs[name] for outputs in right]) for name in ("router_logits", "routing")
+        }
+        of_batch = partial(_balance, counted=batch)
+        yield "experts are counted over the batch, and not in each sequence", WrongBalance(mistake=of_batch)
+
     def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
         return outputs["aux_loss"], float(len(sequence.input_ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongBalance(BalanceLoss):
+    """The same with a ``mistake``; for the oracle only."""
+
+    mistake: Callable[[Outputs, OracleSequence], tuple[Tensor, float]]
+
+    def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+        return self.mistake(outputs, sequence)
+
+
+def _balance(
+    outputs: Outputs, sequence: OracleSequence, *, counted: Outputs | None = None
+) -> tuple[Tensor, float]:
+    choices, all_choices = (
+        None if of is None else list(map(Choice, of["router_logits"].unbind(1), of["routing"].unbind(1)))
+        for of in (outputs, counted)
+    )
+    assert choices is not None
+    return balance(choices, all_choices), float(len(sequence.input_ids))
+
+
+def _balance_of_trained(outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+    mask = sequence.fields["mask"]
+    if not mask.any():
+        return torch.zeros(()), float(len(mask))
+    return _balance({name: outputs[name][mask] for name in ("router_logits", "routing")}, sequence)
+
+
+def _balance_of_routers(outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+    logits = outputs["router_logits"]
+    experts = logits.topk(outputs["routing"].shape[-1], -1).indices
+    return _balance({**outputs, "routing": experts}, sequence)
+
+
+def _balance_twice(outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+    return _balance({**outputs, "router_logits": outputs["router_logits"].softmax(-1)}, sequence)
+
+
+BALANCES: Mapping[str, Callable[[Outputs, OracleSequence], tuple[Tensor, float]]] = {
+    "sequences, or micro-batches of one each, count alike, and not by their tokens": lambda outputs, sequence: (
+        outputs["aux_loss"] / len(sequence.input_ids),
+        1.0,
+    ),
+    "only trained tokens are balanced": _balance_of_trained,
+    "replayed choices do not count, but those of the routers": _balance_of_routers,
+    "the softmax is taken twice": _balance_twice,
+}
+"""Mistaken balances of a sequence, and how much it counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +243,20 @@ class BalancedTokenMeanLoss(TokenMeanLoss):
     """`TokenMeanLoss` and the balance of the routers."""
 
     coef: float
+    scale: float = 1.0
+    """Factor of the token mean."""
     tokens_per_trained: float
     """The number of all tokens over that of the trained ones: the balance is divided by the former."""
 
+    def mistakes(self, right: Sequence[Outputs]) -> Iterator[tuple[str, CheckLoss]]:
+        yield from super().mistakes(right)
+        yield "the balance has no gradient", replace(self, coef=0.0)
+        yield "the balance is divided by the weight of the loss", replace(self, tokens_per_trained=1.0)
+        yield "the balance alone has a gradient", replace(self, scale=0.0)
+
     def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
         total, weight = super().of_sequence(outputs, sequence)
-        return total + self.coef / self.tokens_per_trained * outputs["aux_loss"], weight
+        return self.scale * total + self.coef / self.tokens_per_trained * outputs["aux_loss"], weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +293,8 @@ class OutputsLoss(CheckLoss):
     names: tuple[OutputName, ...]
     outputs = ()
 
-    def mistakes(self) -> Iterator[tuple[str, CheckLoss]]:
-        yield from super().mistakes()
+    def mistakes(self, right: Sequence[Outputs]) -> Iterator[tuple[str, CheckLoss]]:
+        yield from super().mistakes(right)
         for name in self.names if len(self.names) > 1 else ():
             others = tuple(other for other in self.names if other != name)
             yield f"the output {name!r} has no gradient here", replace(self, names=others)
@@ -319,8 +398,8 @@ class CancellingLoss(CheckLoss):
         of = self.loss
         return LossSpec(fn=self, weight_fn=of.weight, outputs=of.outputs, temperature=self.temperature)
 
-    def mistakes(self) -> Iterator[tuple[str, CheckLoss]]:
-        for sentence, wrong in self.loss.mistakes():
+    def mistakes(self, right: Sequence[Outputs]) -> Iterator[tuple[str, CheckLoss]]:
+        for sentence, wrong in self.loss.mistakes(right):
             yield sentence, replace(self, loss=wrong, temperature=wrong.temperature)
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:

@@ -25,12 +25,13 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedOutputs, Judged, Snapshot
 from core_rl_conformance.findings import reproduced_tokens
 from core_rl_conformance.hints import updates
-from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
+from core_rl_conformance.hints.diagnose import EXPLAINED, MOST_ROWS, compare_tokens, explain_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import LostRequests
 from core_rl_conformance.pools import CALL_TIMEOUT_S
+from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 Guesses = Mapping[str, Callable[[], list[Tensor]]]
 """Explanations of a wrong result: a sentence, and the log-probs that would prove it."""
@@ -272,22 +273,26 @@ def verify_logprobs(
     plotted: bool = False,
     prompts: Ragged | None = None,
     old: Judged | None = None,
+    earlier: Sequence[Judged] = (),
 ) -> None:
     """Compare the log-prob of every generated token with the oracle's at ``temperature``.
 
     ``prompts`` have the images of each prompt.
 
     Where they differ, the message names the first of the ``guesses``, and of some mistakes that are known
-    from the field, explains it; and after an update from ``old`` weights, a mistake of updates.
+    from the field, explains it; and after an update from ``old`` weights, a mistake of updates. ``earlier`` ones
+    had the same version.
     """
     expected = expected_of(subject, weights, responses, temperature, prompts)
     got = [torch.tensor(response.logprobs) for response in responses]
 
     def mistakes() -> Iterator[tuple[str, Sequence[Tensor]]]:
         yield from _guessed(guesses)
-        if old is not None:
-            before = expected_of(subject, old, responses, temperature, prompts).values
-            yield from updates.stale_answers(got, expected.values, before, tolerance)
+        stale = [(weights, updates.SAME_LABEL) for weights in earlier]
+        for side, name in ([] if old is None else [(old, updates.BEFORE)]) + stale:
+            before = expected_of(subject, side, responses, temperature, prompts).values
+            yield from updates.stale_answers(got, expected.values, before, tolerance, name)
+        yield from _exchanged(got, expected.values, tolerance)
         if prompts is None:
             yield from _known_mistakes(subject, weights, responses, temperature)
         yield from expected.mistakes()
@@ -309,6 +314,21 @@ def verify_logprobs(
     subject.verify(reproduced_tokens(subject.case, finding, of, left, right, tolerance))
 
 
+def _exchanged(
+    got: Sequence[Tensor], right: Sequence[Tensor], tolerance: Tolerance
+) -> Iterator[updates.Mistake]:
+    """Log-probs of the answers to other requests."""
+    values, pairs = list(right), []
+    near = EXPLAINED * tolerance.limit
+    for number, value in enumerate(got):
+        rows = [n for n, row in enumerate(right) if len(row) == len(value)]
+        place = next((n for n in rows if largest_difference(value, right[n]) <= near), number)
+        if largest_difference(value, right[number]) > near and place != number:
+            values[number] = right[place]
+            pairs.append(f"{number} has those of {place}")
+    yield f"log-probs of answers to other requests: {', '.join(pairs[:MOST_ROWS])}", values
+
+
 def _prompt_lengths(responses: Sequence[LLMResponse]) -> list[int]:
     return [len(response.input_ids) for response in responses]
 
@@ -326,13 +346,14 @@ def verify_served(
     model: Judged,
     old: Judged | None,
     version: int,
+    earlier: Sequence[Judged] = (),
 ) -> None:
-    """Verify that tokens carry ``version`` and have the log-probs of ``model``; ``old`` is a known mistake."""
+    """Verify that tokens carry ``version`` and have the log-probs of ``model``; ``old``, ``earlier`` are mistakes."""
     carried = versions_of(responses)
     subject.require(
         carried == {version}, f"{label}, tokens carry the versions {sorted(carried)}, not {version}"
     )
-    verify_logprobs(subject, f"log-probs {label}", model, responses, old=old)
+    verify_logprobs(subject, f"log-probs {label}", model, responses, old=old, earlier=earlier)
 
 
 def _update_mistakes(

@@ -33,7 +33,7 @@ from core_rl_conformance.trainers.spec import Feature, TrainerSpec
 from core_rl_oracle.loss_names import PAIRWISE, AdvantageRule, Aggregation, Objective
 from core_rl_oracle.oracle import AdamW, Gradients, Schedule
 from core_rl_oracle.policy_losses import PolicyLoss
-from core_rl_oracle.tolerance import Tolerance
+from core_rl_oracle.tolerance import EXACT, Tolerance
 
 ValueT = TypeVar("ValueT")
 WHOLE = MicroBatches()
@@ -303,7 +303,7 @@ def _gradients(
     """Metrics and gradients of a batch, and their rounding: the trainer's, or from weights around a step of SGD."""
     if Feature.GRADIENTS in spec_of(subject).features:
         metrics = train(subject, trainer, rollouts, cut, apply=False)
-        return metrics, trainer.gradients(), Tolerance(baseline=0.0, floor=0.0)
+        return metrics, trainer.gradients(), EXACT
     before = {name: value.double() for name, value in trainer.weights().items()}
     metrics = train(subject, trainer, rollouts, cut)
     grads = {name: (before[name] - value.double()) / RATE for name, value in trainer.weights().items()}

@@ -133,8 +133,8 @@ def test_misread_options_change_outputs(family: str, tmp_path: Path) -> None:
 
 
 def test_loss_mistakes_cover_temperature_and_entropy() -> None:
-    assert [sentence for sentence, _ in SequenceMeanLoss().mistakes()] == []
-    message = " ".join(sentence for sentence, _ in TokenMeanLoss(temperature=0.8).mistakes())
+    assert [sentence for sentence, _ in SequenceMeanLoss().mistakes([])] == []
+    message = " ".join(sentence for sentence, _ in TokenMeanLoss(temperature=0.8).mistakes([]))
     assert "the temperature 0.8 is left out" in message and "entropy" in message
 
 

@@ -189,7 +189,7 @@ class ForgetsTheLastBatch(ReferenceRolloutBackend):
         return torch.cat(rows)
 
 
-@Mutant("I7.rollout-logprobs", "slots of 64 requests (I7)", "in a crowd of 65 short prompts")
+@Mutant("I7.rollout-logprobs", "slots of 64 requests (I7)", "64 has those of 63")
 class GivesTheLastSlotTwice(ReferenceRolloutBackend):
     """With more than 64 requests in flight, one gets the log-probs of another."""
 

@@ -45,7 +45,7 @@ class _Scaled(Packed):
 @Mutant(
     "I18.aux-gradient",
     "means of means (transformers #34191)",
-    "routers' balance alone with .*count=16",
+    r"with .*count=16(.|\n)*sequences, or micro-batches of one each, count alike",
     family=MOE,
 )
 class BalanceOfMeans(_Scaled):
@@ -89,7 +89,7 @@ class _Balanced(Packed, ABC):
         return ModelOutput(**outputs, aux_loss=self.balance(micro_batch, routings))
 
 
-@Mutant("I18.aux-gradient", "a balance that depends on packing (I18)", "aux_loss", family=MOE)
+@Mutant("I18.aux-gradient", "a balance that depends on packing (I18)", "counted over the batch", family=MOE)
 class BalanceOfTheBatch(_Balanced):
     """A micro-batch is taken for one sequence, so that its balance depends on the company."""
 
@@ -100,7 +100,7 @@ class BalanceOfTheBatch(_Balanced):
 @Mutant(
     "I18.aux-gradient",
     "softmax twice, in transformers before 5.6 (transformers #45120)",
-    "aux_loss",
+    "the softmax is taken twice",
     family=MOE,
 )
 class BalanceOfProbabilities(_Balanced):
@@ -123,7 +123,7 @@ class BalanceOfPadding(ReferenceBackend):
         }
 
 
-@Mutant("I18.aux-gradient", "a balance of responses alone (I18)", "aux_loss", family=MOE)
+@Mutant("I18.aux-gradient", "a balance of responses alone (I18)", "only trained tokens", family=MOE)
 class BalanceOfTrainedTokens(_Balanced):
     """Only tokens that are trained are balanced."""
 
@@ -158,7 +158,9 @@ class BalanceInsteadOfLoss(ReferenceBackend):
         return replace(output, logprobs=output.logprobs.detach())
 
 
-@Mutant("I18.aux-beside-loss", "a loss that hides another one (I18)", "the loss of eval_batch", family=MOE)
+@Mutant(
+    "I18.aux-beside-loss", "a loss that hides another one (I18)", "the balance is a part of it", family=MOE
+)
 @inside(ReferenceBackend, "step")
 class BalanceInEvaluation(TrainStep):
     """The loss of an evaluation is that with the balance."""

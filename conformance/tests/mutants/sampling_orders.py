@@ -46,7 +46,7 @@ class Ordered(GumbelSampler):
         self._warpers.sort(key=lambda warper: self.order.index(type(warper)))
 
 
-@Mutant(CHECK, "vLLM's and SGLang's joint cuts (I8)", r"with .*top_k = 5, top_p = 0.7")
+@Mutant(CHECK, "vLLM's and SGLang's joint cuts (I8)", "each cut counts the tokens")
 class TopPBeforeTopK(Replaced):
     """Top-p counts the tokens that top-k drops."""
 
@@ -54,7 +54,7 @@ class TopPBeforeTopK(Replaced):
         order = (TemperatureLogitsWarper, TopPLogitsWarper, TopKLogitsWarper, MinPLogitsWarper)
 
 
-@Mutant(CHECK, "the order of temperature and min-p (I8)", r"with temperature = .*min_p = 0.1")
+@Mutant(CHECK, "the order of temperature and min-p (I8)", "do not reach the cut")
 class MinPBeforeTemperature(Replaced):
     """Min-p counts probabilities at temperature 1."""
 
@@ -93,7 +93,7 @@ class Biased(Adjustment):
         return logits
 
 
-@Mutant(CHECK, "the order of bias and penalties (I8)", r"with .*repetition_penalty = .*logit_bias = of three")
+@Mutant(CHECK, "the order of bias and penalties (I8)", "logit_bias, repetition_penalty, in this order")
 class BiasBeforePenalties(Replaced):
     """Penalties scale the added bias as well."""
 
@@ -102,7 +102,7 @@ class BiasBeforePenalties(Replaced):
             return self.penalized(input_ids, self.biased(logits))
 
 
-@Mutant(CHECK, "the order of bias and temperature (I8)", r"with temperature = .*logit_bias = of three")
+@Mutant(CHECK, "the order of bias and temperature (I8)", "the temperature does not divide")
 class BiasAfterTemperature(Replaced):
     """The temperature does not divide the bias."""
 
@@ -124,7 +124,7 @@ class BiasesTheFirstToken(Replaced):
 @Mutant(
     "I8.sampling-threes",
     "the order of two penalties (I8)",
-    r"with .*presence_penalty = .*repetition_penalty = ",
+    "repetition_penalty, presence_penalty, logit_bias, in this order",
 )
 class RepetitionBeforePresence(Replaced):
     """The presence penalty is subtracted after the repetition penalty has scaled."""
@@ -137,7 +137,7 @@ class RepetitionBeforePresence(Replaced):
             return rest(input_ids, scaled(input_ids, logits))
 
 
-@Mutant(CHECK, "a frequency penalty under the name of the other (I8)", "with .*presence_penalty = ")
+@Mutant(CHECK, "a frequency penalty under the name of the other (I8)", "count a token each time")
 class PenalizesEachTime(Replaced):
     """The presence penalty is subtracted once for each time that the response has a token."""
 
@@ -159,7 +159,7 @@ class PenalizesTokensOfTheBatch(Replaced):
             return super().__call__(torch.cat([input_ids[:, : self.start], shared], 1), logits)
 
 
-@Mutant(CHECK, "a prompt's last token in the counts (I8)", "with .*_penalty = ")
+@Mutant(CHECK, "a prompt's last token in the counts (I8)", "the prompt's last token as well")
 class PenalizesTheLastTokenOfThePrompt(Replaced):
     """Penalties count from the token that begins the response's first pass, the prompt's last."""
 

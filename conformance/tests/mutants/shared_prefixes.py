@@ -219,7 +219,7 @@ class EqualSequencesCountOnce(Sharing):
 @Mutant(
     "I18.shared-aux",
     "a balance over the tokens that were computed",
-    "the metric 'aux_loss' in one micro-batch",
+    "the aux_loss in one micro-batch",
     family=MOE,
     declared=SHARED | {Capability.MOE, Capability.AUX_LOSS},
 )
