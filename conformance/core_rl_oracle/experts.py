@@ -63,19 +63,19 @@ def _after(
     return logits, gates, experts
 
 
-def balance(choices: Sequence[Choice], all_choices: Sequence[Choice] | None = None) -> Tensor:
+def balance(choices: Sequence[Choice], counted: Sequence[Choice] | None = None) -> Tensor:
     """The load-balancing loss of one sequence of ``L`` tokens, times ``L``: the layers' mean of ``E * sum_e f_e P_e``.
 
     ``f_e`` is the share of the choices that fell on expert ``e``, ``P_e`` the mean of its probabilities
-    (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20). With ``all_choices`` it is a share of these.
+    (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20). With ``counted`` it is a share of these.
     """
     terms = []
-    for choice, counted in zip(choices, all_choices or choices, strict=True):
+    for choice, shared in zip(choices, counted or choices, strict=True):
         length, count = choice.logits.shape
         probabilities = torch.softmax(choice.logits.float(), -1)
         for expert in range(count):
-            share = int((counted.experts == expert).sum()) / counted.experts.numel()
-            terms.append(count * share * probabilities[:, expert].sum() / length)
+            share = int((shared.experts == expert).sum()) / max(1, shared.experts.numel())
+            terms.append(count * share * probabilities[:, expert].sum() / max(1, length))
     return torch.stack(terms).sum() * len(choices[0].logits) / len(choices)
 
 

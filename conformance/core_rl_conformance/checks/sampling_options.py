@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, islice, permutations, product
+from itertools import combinations, islice, product
 from operator import itemgetter
 from typing import Any
 
@@ -25,17 +25,15 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
 from core_rl_conformance.hints.tokens import LOOKS_LIKE
 from core_rl_conformance.inputs.covering import PAIRS, Combination, covering_array, shrink
-from core_rl_conformance.inputs.losses import wrong_temperatures
-from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising_bet
-from core_rl_conformance.procedures.serving import (
-    answers,
-    as_response,
-    ask,
+from core_rl_conformance.procedures.draws import (
+    CHANGES,
+    FALSE_ALARMS,
+    DrawnAnswers,
     clear_of_cut,
-    expected_of,
     left_by_cut,
-    oracle_outputs,
+    most_surprising_bet,
 )
+from core_rl_conformance.procedures.serving import answers, as_response, ask, expected_of, oracle_outputs
 from core_rl_oracle.tolerance import EXACT, Tolerance
 
 REQUESTS, AGAIN = 12, 3
@@ -75,10 +73,6 @@ MASKS = {
 """Values with which others have no effect, or a small one: pairs of the others occur without these."""
 TOO_FEW = 0.6
 """Part of top-p that lacks the token that reaches it."""
-CUTS = ("top_k", "top_p", "min_p")
-LOST = "{} has no effect"
-CHANGES = ("presence_penalty", "repetition_penalty", "logit_bias")
-"""Options that change logits."""
 NEEDS = {name: Capability(name) for name in ("min_p", *CHANGES)} | {"stop": Capability.STOP_STRINGS}
 Answer = LLMResponse | None
 """None of a request that was refused."""
@@ -125,7 +119,7 @@ def _min_p_first(rows: Tensor, one: SamplingParams) -> Tensor:
 _MISTAKEN_CUTS = (
     _MistakenCut(sentence="min_p cuts before top_p", left=_min_p_first),
     _MistakenCut(
-        sentence=LOST.format("min_p"),
+        sentence="min_p has no effect",
         left=lambda rows, one: left_by_cut(rows, replace(one, min_p=0.0), 0.0),
         top_k=5,
     ),
@@ -318,12 +312,12 @@ class _Row:
         for response in self.all:
             self._verify_end(subject, response)
         logits = oracle_outputs(subject, subject.model(), self.all, "logits")
-        pairs = zip(self.all, logits, strict=True)
-        full = [_changed_rows(rows, response, sampling) for response, rows in pairs]
+        drawn = DrawnAnswers(sampling=sampling, responses=self.all, logits=logits)
+        full = drawn.logprobs()
         margin = 2 * tolerance.limit
         left = [left_by_cut(rows, sampling, 0.0).log_softmax(-1) for rows in full]
         clear = [clear_of_cut(rows, sampling, margin) for rows in full]
-        self._verify_draws(subject, full, logits, margin)
+        self._verify_draws(subject, drawn, full, margin)
         # Equal seeds draw the same again.
         streams = {
             (request.input_ids, number if (seed := request.sampling.seed) is None else -seed - 1): number
@@ -336,45 +330,18 @@ class _Row:
         )
         subject.require(surprise.tail > FALSE_ALARMS, f"{label}: {surprise}")
         got = [torch.tensor(response.logprobs) for response in self.all]
-        expected = self._at(full)
-        explain = partial(explain_tokens, got, expected, tolerance, partial(self._causes, logits, left), None)
+        expected = drawn.at(full)
+        explain = partial(explain_tokens, got, expected, tolerance, partial(self._causes, drawn, left), None)
         subject.verify(compare_tokens(f"log-probs {label}", got, expected, tolerance, explain=explain))
-        chances = [float(row[at].sum()) for row, at in zip(self._at(left), clear, strict=True)]
+        chances = [float(row[at].sum()) for row, at in zip(drawn.at(left), clear, strict=True)]
         # Rounding may change draws.
         self._verify_streams(subject, chances, has_seeds=has_seeds and subject.case.dtype == "float32")
 
-    def _causes(self, logits: Sequence[Tensor], left: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
-        yield "log-probs of what the cut has left", self._at(left)
-        for sentence, rows in self._mistaken(logits):
-            yield f"log-probs {sentence}", self._at(rows)
-
-    def _mistaken(self, logits: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
-        """Sentences about changes of ``logits``, each ``[n, V]``, and the log-probs that each gives."""
-
-        def changed(sampling: SamplingParams, **mistake: Any) -> list[Tensor]:
-            pairs = zip(self.all, logits, strict=True)
-            return [_changed_rows(rows, response, sampling, **mistake) for response, rows in pairs]
-
-        sampling, scale = self.sampling, self.sampling.logprob_temperature
-        for sentence, temperature in wrong_temperatures(scale):
-            yield f"where {sentence}", changed(replace(sampling, temperature=temperature))
-        if all(getattr(sampling, name) == getattr(ONE, name) for name in CHANGES):
-            return
-        for name in CHANGES:
-            without = replace(sampling, **{name: getattr(ONE, name)})
-            if without != sampling:
-                yield f"without {name}, at some places or at all", changed(without)
-        for order in permutations(CHANGES):
-            yield f"after the changes {', '.join(order)}, in this order", changed(sampling, order=order)
-        for sentence, count in COUNTED.items():
-            yield f"with penalties that count {sentence}", changed(sampling, count=count)
-        late = tuple((token, scale * bias) for token, bias in sampling.logit_bias)
-        yield "with a bias that the temperature does not divide", changed(replace(sampling, logit_bias=late))
-
-    def _at(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """The values ``[n]`` of each ``rows [n, V]`` at the tokens of an answer."""
-        pairs = zip(self.all, rows, strict=True)
-        return [row.gather(1, torch.tensor(answer.output_ids)[:, None]).squeeze(1) for answer, row in pairs]
+    @staticmethod
+    def _causes(drawn: DrawnAnswers, left: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+        yield "log-probs of what the cut has left", drawn.at(left)
+        for sentence, rows in drawn.mistakes():
+            yield f"log-probs {sentence}", drawn.at(rows)
 
     def _verify_end(self, subject: EngineUnderTest, response: LLMResponse) -> None:
         """Require that the answer ends with its first end token, or with ``max_new_tokens``."""
@@ -392,44 +359,17 @@ class _Row:
         )
 
     def _verify_draws(
-        self, subject: EngineUnderTest, full: Sequence[Tensor], logits: Sequence[Tensor], margin: float
+        self, subject: EngineUnderTest, drawn: DrawnAnswers, full: Sequence[Tensor], margin: float
     ) -> None:
         """Require that tokens are drawn from log-probs ``full``, each ``[n, V]``, as far as the cut leaves them."""
-        sampling, label = self.sampling, self.label
         for response, rows in zip(self.all, full, strict=True):
-            left = left_by_cut(rows, sampling, margin).isfinite()
+            left = left_by_cut(rows, self.sampling, margin).isfinite()
             for place, token in enumerate(response.output_ids):
                 if not left[place, token]:
-                    problem = f"{label}, token {token} was drawn at place {place} of an answer; only "
+                    problem = f"{self.label}, token {token} was drawn at place {place} of an answer; only "
                     problem += f"{int(left[place].sum())} other tokens are left"
-                    subject.require(False, "\n".join([problem, *self._wrong_cuts(full, logits, margin)]))
-
-    def _wrong_cuts(self, full: Sequence[Tensor], logits: Sequence[Tensor], margin: float) -> Iterator[str]:
-        """A line for the mistake that leaves fewest tokens, of those that leave all drawn ones."""
-        sampling = self.sampling
-        without = {name: replace(sampling, **{name: getattr(ONE, name)}) for name in CUTS}
-        bare = replace(sampling, **{name: getattr(ONE, name) for name in CUTS})
-        alone = [replace(bare, **{name: getattr(sampling, name)}) for name in CUTS]
-        cuts = [
-            ("each cut counts the tokens that the others drop", full, alone),
-            (
-                "changes of logits do not reach the cut, or have no effect",
-                [rows.log_softmax(-1) for rows in logits],
-                [sampling],
-            ),
-            *((LOST.format(name), full, [one]) for name, one in without.items()),
-            *((f"draws {sentence}", rows, [sampling]) for sentence, rows in self._mistaken(logits)),
-        ]
-        sizes = {}
-        for sentence, parts, some in cuts:
-            masks = [
-                torch.stack([left_by_cut(rows, one, margin) for one in some]).isfinite().all(0)
-                for rows in parts
-            ]
-            if all(bool(drawn.all()) for drawn in self._at(masks)):
-                sizes[sentence] = sum(int(mask.sum()) for mask in masks)
-        if sizes:
-            yield LOOKS_LIKE + min(sizes, key=lambda sentence: sizes[sentence])
+                    cause = drawn.wrong_cut(margin)
+                    subject.require(False, f"{problem}\n{LOOKS_LIKE}{cause}" if cause else problem)
 
     def _verify_streams(self, subject: EngineUnderTest, chances: Sequence[float], *, has_seeds: bool) -> None:
         """Require equal answers of equal seeds, and others of other streams; ``chances`` are logs of probabilities."""
@@ -453,45 +393,3 @@ class _Row:
             f"{label}, {different} of {same + different} pairs of requests with equal seeds got other tokens"
         )
         subject.require(not has_seeds or different <= same, problem)
-
-
-Count = Callable[[tuple[int, ...], tuple[int, ...]], Sequence[int]]
-"""The tokens that penalties count, of a prompt and of the response so far."""
-COUNTED: Mapping[str, Count] = {
-    "the prompt's tokens as well": lambda prompt, ids: sorted({*prompt, *ids}),
-    "the prompt's tokens alone": lambda prompt, ids: sorted(set(prompt)),
-    "the prompt's last token as well": lambda prompt, ids: sorted({prompt[-1], *ids}),
-    "a token each time": lambda prompt, ids: ids,
-    "all tokens but the last": lambda prompt, ids: sorted(set(ids[:-1])),
-}
-
-
-def _changed_rows(
-    rows: Tensor,
-    response: LLMResponse,
-    sampling: SamplingParams,
-    order: Sequence[str] = CHANGES,
-    count: Count = lambda prompt, ids: sorted(set(ids)),
-) -> Tensor:
-    """Log-probs ``[n, V]`` from the changed logits ``rows``, at which the tokens of ``response`` were drawn."""
-    ids = response.output_ids
-    counted = [count(response.input_ids, ids[:place]) for place in range(len(ids))]
-    changed = [_changed(*pair, sampling, order) for pair in zip(rows, counted, strict=True)]
-    return (torch.stack(changed) / sampling.logprob_temperature).log_softmax(-1)
-
-
-def _changed(row: Tensor, counted: Sequence[int], sampling: SamplingParams, order: Sequence[str]) -> Tensor:
-    """The logits ``row [V]`` with penalties on the ``counted`` tokens, one token at a time."""
-    row = row.clone()
-    for name in order:
-        if name == "logit_bias":
-            for token, bias in sampling.logit_bias:
-                row[token] += bias
-        for token in counted if name != "logit_bias" else ():
-            if name == "presence_penalty":
-                row[token] -= sampling.presence_penalty
-            else:
-                row[token] *= (
-                    1 / sampling.repetition_penalty if row[token] > 0 else sampling.repetition_penalty
-                )
-    return row

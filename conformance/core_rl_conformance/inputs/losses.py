@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -176,66 +175,51 @@ class BalanceLoss(CheckLoss):
         return float(batch.num_tokens)
 
     def mistakes(self, right: Sequence[Outputs]) -> Iterator[tuple[str, CheckLoss]]:
-        for sentence, mistake in BALANCES.items():
-            yield sentence, WrongBalance(mistake=mistake)
-        batch = {
-            name: torch.cat([outputs[name] for outputs in right]) for name in ("router_logits", "routing")
-        }
-        of_batch = partial(_balance, counted=batch)
-        yield "experts are counted over the batch, and not in each sequence", WrongBalance(mistake=of_batch)
+        for sentence, change in BALANCES.items():
+            yield sentence, WrongBalance(change=change)
+        alike = "sequences, or micro-batches of one each, count alike, and not by their tokens"
+        yield alike, WrongBalance(alike=True)
+        batch = {name: torch.cat([outputs[name] for outputs in right]) for name in ROUTER}
+        yield "experts are counted over the batch, and not in each sequence", WrongBalance(counted=batch)
 
     def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
         return outputs["aux_loss"], float(len(sequence.input_ids))
 
 
+ROUTER = ("router_logits", "routing")
+Change = Callable[[Outputs, Tensor], Outputs]
+"""The outputs of a mistake, from the right ones of a sequence and its mask ``[L]``."""
+BALANCES: Mapping[str, Change] = {
+    "only trained tokens are balanced": lambda outputs, mask: {name: outputs[name][mask] for name in ROUTER},
+    "replayed choices do not count, but those of the routers": lambda outputs, _: {
+        **outputs,
+        "routing": outputs["router_logits"].topk(outputs["routing"].shape[-1], -1).indices,
+    },
+    "the softmax is taken twice": lambda outputs, _: {
+        **outputs,
+        "router_logits": outputs["router_logits"].softmax(-1),
+    },
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class WrongBalance(BalanceLoss):
-    """The same with a ``mistake``; for the oracle only."""
+    """The same with a mistake; for the oracle only."""
 
-    mistake: Callable[[Outputs, OracleSequence], tuple[Tensor, float]]
+    change: Change = lambda outputs, _: outputs
+    counted: Outputs | None = None
+    """The outputs whose choices count."""
+    alike: bool = False
+    """Each sequence has the same weight."""
 
     def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
-        return self.mistake(outputs, sequence)
+        changed, length = self.change(outputs, sequence.fields["mask"]), len(sequence.input_ids)
+        value = balance(_choices(changed), _choices(self.counted or changed))
+        return (value / length, 1.0) if self.alike else (value, float(length))
 
 
-def _balance(
-    outputs: Outputs, sequence: OracleSequence, *, counted: Outputs | None = None
-) -> tuple[Tensor, float]:
-    choices, all_choices = (
-        None if of is None else list(map(Choice, of["router_logits"].unbind(1), of["routing"].unbind(1)))
-        for of in (outputs, counted)
-    )
-    assert choices is not None
-    return balance(choices, all_choices), float(len(sequence.input_ids))
-
-
-def _balance_of_trained(outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
-    mask = sequence.fields["mask"]
-    if not mask.any():
-        return torch.zeros(()), float(len(mask))
-    return _balance({name: outputs[name][mask] for name in ("router_logits", "routing")}, sequence)
-
-
-def _balance_of_routers(outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
-    logits = outputs["router_logits"]
-    experts = logits.topk(outputs["routing"].shape[-1], -1).indices
-    return _balance({**outputs, "routing": experts}, sequence)
-
-
-def _balance_twice(outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
-    return _balance({**outputs, "router_logits": outputs["router_logits"].softmax(-1)}, sequence)
-
-
-BALANCES: Mapping[str, Callable[[Outputs, OracleSequence], tuple[Tensor, float]]] = {
-    "sequences, or micro-batches of one each, count alike, and not by their tokens": lambda outputs, sequence: (
-        outputs["aux_loss"] / len(sequence.input_ids),
-        1.0,
-    ),
-    "only trained tokens are balanced": _balance_of_trained,
-    "replayed choices do not count, but those of the routers": _balance_of_routers,
-    "the softmax is taken twice": _balance_twice,
-}
-"""Mistaken balances of a sequence, and how much it counts."""
+def _choices(outputs: Outputs) -> list[Choice]:
+    return list(map(Choice, *(outputs[name].unbind(1) for name in ROUTER)))
 
 
 @dataclass(frozen=True, kw_only=True)

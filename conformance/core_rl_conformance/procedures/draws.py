@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
 
 import torch
 from torch import Tensor
+
+from core_rl.data.requests import LLMResponse, SamplingParams
+from core_rl_conformance.inputs.losses import wrong_temperatures
 
 FALSE_ALARMS = 1e-9
 """The probability that a run of draws from the very distribution fails."""
@@ -142,3 +146,143 @@ def _hits(
             members = WITHIN[label](ids[:place], row)
             pairs.append((bool((members == token).any()), min(1.0, float(row[members].exp().sum()))))
     return pairs
+
+
+def left_by_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
+    """Log-probs ``rows [n, V]`` with -inf at the tokens that the cut drops; ``margin`` keeps tokens near the cut.
+
+    The order is top-k, top-p of what top-k has left, and min-p. Greedy decoding leaves the most likely token.
+    """
+    ordered = rows.sort(descending=True).values
+    keep = torch.ones_like(rows, dtype=torch.bool)
+    top_k = 1 if sampling.greedy else sampling.top_k
+    if top_k is not None:
+        ordered = ordered[:, :top_k]
+        keep &= rows >= ordered[:, -1:] - margin
+    if sampling.greedy:
+        return rows.masked_fill(~keep, -torch.inf)
+    if sampling.top_p < 1:
+        above = ordered[:, None, :] > rows[:, :, None] + margin
+        before = (above * ordered.exp()[:, None, :]).sum(-1) / ordered.exp().sum(-1, keepdim=True)
+        keep &= before < sampling.top_p + margin
+    if sampling.min_p > 0:
+        keep &= rows >= ordered[:, :1] + math.log(sampling.min_p) - margin
+    return rows.masked_fill(~keep, -torch.inf)
+
+
+def clear_of_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
+    """Bool ``[n]``: the places at which changes of ``rows [n, V]`` by ``margin`` leave the same tokens."""
+    narrow = replace(
+        sampling,
+        top_p=sampling.top_p if sampling.top_p == 1 else max(sampling.top_p - margin, 1e-9),
+        min_p=min(sampling.min_p * math.exp(margin), 0.999),
+    )
+    wide = left_by_cut(rows, sampling, margin).isfinite()
+    return (wide == left_by_cut(rows, narrow, 0.0).isfinite()).all(-1)
+
+
+CUTS = ("top_k", "top_p", "min_p")
+CHANGES = ("presence_penalty", "repetition_penalty", "logit_bias")
+"""Options that change logits, in their order."""
+Count = Callable[[tuple[int, ...], tuple[int, ...]], Sequence[int]]
+"""The tokens that penalties count, of a prompt and of the response so far."""
+COUNTED: Mapping[str, Count] = {
+    "the prompt's tokens as well": lambda prompt, ids: sorted({*prompt, *ids}),
+    "the prompt's tokens alone": lambda prompt, ids: sorted(set(prompt)),
+    "the prompt's last token as well": lambda prompt, ids: sorted({prompt[-1], *ids}),
+    "a token each time": lambda prompt, ids: ids,
+    "all tokens but the last": lambda prompt, ids: sorted(set(ids[:-1])),
+}
+
+
+def without(sampling: SamplingParams, *names: str) -> SamplingParams:
+    """``sampling`` with the defaults of the options ``names``."""
+    return replace(sampling, **{name: getattr(SamplingParams, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnAnswers:
+    """Answers to requests with ``sampling``, and the logits ``[n, V]`` from which the ``n`` tokens of each came."""
+
+    sampling: SamplingParams
+    responses: Sequence[LLMResponse]
+    logits: Sequence[Tensor]
+
+    def at(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """The values ``[n]`` of each ``rows [n, V]`` at the tokens of an answer."""
+        pairs = zip(self.responses, rows, strict=True)
+        return [row.gather(1, torch.tensor(answer.output_ids)[:, None]).squeeze(1) for answer, row in pairs]
+
+    def logprobs(
+        self,
+        sampling: SamplingParams | None = None,
+        order: Sequence[str] = CHANGES,
+        count: Count = lambda prompt, ids: sorted(set(ids)),
+    ) -> list[Tensor]:
+        """Log-probs ``[n, V]`` of the changed logits; the arguments make mistakes."""
+        options = sampling or self.sampling
+        parts = []
+        for response, rows in zip(self.responses, self.logits, strict=True):
+            ids = response.output_ids
+            counted = [count(response.input_ids, ids[:place]) for place in range(len(ids))]
+            changed = [_changed(*pair, options, order) for pair in zip(rows, counted, strict=True)]
+            parts.append((torch.stack(changed) / options.logprob_temperature).log_softmax(-1))
+        return parts
+
+    def mistakes(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Sentences about mistaken changes of the logits, and the log-probs ``[n, V]`` that each gives."""
+        sampling, scale = self.sampling, self.sampling.logprob_temperature
+        for sentence, temperature in wrong_temperatures(scale):
+            yield f"where {sentence}", self.logprobs(replace(sampling, temperature=temperature))
+        if without(sampling, *CHANGES) == sampling:
+            return
+        for name in CHANGES:
+            if (left := without(sampling, name)) != sampling:
+                yield f"without {name}, at some places or at all", self.logprobs(left)
+        for order in permutations(CHANGES):
+            yield f"after the changes {', '.join(order)}, in this order", self.logprobs(order=order)
+        for sentence, count in COUNTED.items():
+            yield f"with penalties that count {sentence}", self.logprobs(count=count)
+        late = tuple((token, scale * bias) for token, bias in sampling.logit_bias)
+        yield (
+            "with a bias that the temperature does not divide",
+            self.logprobs(replace(sampling, logit_bias=late)),
+        )
+
+    def wrong_cut(self, margin: float) -> str | None:
+        """The mistake that leaves fewest tokens, of those that leave all drawn ones; ``margin`` as in `left_by_cut`."""
+        sampling, full = self.sampling, self.logprobs()
+        alone = [without(sampling, *(name for name in CUTS if name != cut)) for cut in CUTS]
+        cuts = [
+            ("each cut counts the tokens that the others drop", full, alone),
+            (
+                "changes of logits do not reach the cut, or have no effect",
+                [rows.log_softmax(-1) for rows in self.logits],
+                [sampling],
+            ),
+            *((f"{name} has no effect", full, [without(sampling, name)]) for name in CUTS),
+            *((f"draws {sentence}", rows, [sampling]) for sentence, rows in self.mistakes()),
+        ]
+        sizes = {}
+        for sentence, parts, options in cuts:
+            left = [torch.stack([left_by_cut(rows, one, margin) for one in options]) for rows in parts]
+            masks = [rows.isfinite().all(0) for rows in left]
+            if all(bool(drawn.all()) for drawn in self.at(masks)):
+                sizes[sentence] = sum(int(mask.sum()) for mask in masks)
+        return min(sizes, key=lambda sentence: sizes[sentence], default=None)
+
+
+def _changed(row: Tensor, counted: Sequence[int], sampling: SamplingParams, order: Sequence[str]) -> Tensor:
+    """The logits ``row [V]`` with penalties on the ``counted`` tokens, one token at a time."""
+    row = row.clone()
+    for name in order:
+        if name == "logit_bias":
+            for token, bias in sampling.logit_bias:
+                row[token] += bias
+        for token in counted if name != "logit_bias" else ():
+            if name == "presence_penalty":
+                row[token] -= sampling.presence_penalty
+            else:
+                factor = sampling.repetition_penalty
+                row[token] *= 1 / factor if row[token] > 0 else factor
+    return row

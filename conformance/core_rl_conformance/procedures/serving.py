@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -220,39 +219,6 @@ def oracle_outputs(
     sequences = sequences_of(list(distinct.values()), before).for_oracle()
     rows = dict(zip(distinct, subject.expected.oracle(weights).evaluate(sequences, temperature), strict=True))
     return generated([rows[answer.input_ids, answer.output_ids][name] for answer in responses], responses)
-
-
-def left_by_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
-    """Log-probs ``rows [n, V]`` with -inf at the tokens that the cut drops; ``margin`` keeps tokens near the cut.
-
-    The order is top-k, top-p of what top-k has left, and min-p. Greedy decoding leaves the most likely token.
-    """
-    ordered = rows.sort(descending=True).values
-    keep = torch.ones_like(rows, dtype=torch.bool)
-    top_k = 1 if sampling.greedy else sampling.top_k
-    if top_k is not None:
-        ordered = ordered[:, :top_k]
-        keep &= rows >= ordered[:, -1:] - margin
-    if sampling.greedy:
-        return rows.masked_fill(~keep, -torch.inf)
-    if sampling.top_p < 1:
-        above = ordered[:, None, :] > rows[:, :, None] + margin
-        before = (above * ordered.exp()[:, None, :]).sum(-1) / ordered.exp().sum(-1, keepdim=True)
-        keep &= before < sampling.top_p + margin
-    if sampling.min_p > 0:
-        keep &= rows >= ordered[:, :1] + math.log(sampling.min_p) - margin
-    return rows.masked_fill(~keep, -torch.inf)
-
-
-def clear_of_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
-    """Bool ``[n]``: the places at which changes of ``rows [n, V]`` by ``margin`` leave the same tokens."""
-    narrow = replace(
-        sampling,
-        top_p=sampling.top_p if sampling.top_p == 1 else max(sampling.top_p - margin, 1e-9),
-        min_p=min(sampling.min_p * math.exp(margin), 0.999),
-    )
-    wide = left_by_cut(rows, sampling, margin).isfinite()
-    return (wide == left_by_cut(rows, narrow, 0.0).isfinite()).all(-1)
 
 
 def as_response(prompt: tuple[int, ...]) -> LLMResponse:
