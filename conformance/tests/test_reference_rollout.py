@@ -155,6 +155,16 @@ def test_batching_does_not_change_draws(
         assert one.stop_reason == "length"
 
 
+def test_a_lower_limit_draws_the_same_tokens(serve: Serve) -> None:
+    engine, limits = serve(), (40, 8, 2)
+    requests = [
+        LLMRequest(input_ids=(5, 6), sampling=SamplingParams(max_new_tokens=limit, seed=3))
+        for limit in limits
+    ]
+    drawn = [response.output_ids for response in ask(engine, requests)]
+    assert drawn == [drawn[0][:limit] for limit in limits]
+
+
 def test_greedy_takes_the_most_likely_token(store: ModelStore, serve: Serve) -> None:
     engine = serve()
     for response in ask(engine, requests_for(engine, SAMPLINGS["greedy"])):

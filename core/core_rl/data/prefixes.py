@@ -141,32 +141,31 @@ class PrefixTree:
     @staticmethod
     def of(batch: SequenceBatch) -> PrefixTree | None:
         """The tree of all sequences of ``batch``; None where it would save too few tokens."""
-        order, shared = np.argsort(batch.prefix_order.places).tolist(), batch.prefix_order.common.tolist()
-        starts = batch.cu_seqlens.tolist()
-        if sum(shared) < max(1, LEAST_SAVED * batch.num_tokens):
+        order, shared = np.argsort(batch.prefix_order.places), batch.prefix_order.common
+        if shared.sum() < max(1, LEAST_SAVED * batch.num_tokens):
             return None
-        rows, kept = np.empty(batch.num_tokens, dtype=np.int64), []
+        starts = batch.cu_seqlens.numpy()[order].astype(np.int64)
+        fresh = batch.prefix_order.lengths[order] - shared
+        firsts, count = fresh.cumsum() - fresh, int(fresh.sum())
+        kept = np.repeat(starts + shared - firsts, fresh) + np.arange(count)
+        rows = np.empty(batch.num_tokens, dtype=np.int64)
+        rows[kept] = np.arange(count)
         parents: dict[int, int] = {}
         """The row before each first row of a stretch; -1 before the first token of a sequence."""
-        previous, count = rows[:0], 0
-        for index, common in zip(order, shared, strict=True):
-            start, end = starts[index], starts[index + 1]
-            path, fresh = rows[start:end], end - start - common
-            path[:common] = previous[:common]
-            path[common:] = np.arange(count, count + fresh)
-            before = int(path[common - 1]) if common else -1
-            if fresh:
-                parents[count] = before
-            if common and before + 1 < count:  # another sequence goes on where this one leaves it
+        previous = 0
+        columns = (starts.tolist(), shared.tolist(), firsts.tolist(), fresh.tolist())
+        for start, common, first, new in zip(*columns, strict=True):
+            rows[start : start + common] = rows[previous : previous + common]
+            before = int(rows[start + common - 1]) if common else -1
+            if new:
+                parents[first] = before
+            if common and before + 1 < first:  # another sequence goes on where this one leaves it
                 parents.setdefault(before + 1, before)
-            kept.append(np.arange(start + common, end))
-            previous, count = path, count + fresh
+            previous = start
         bounds = (*sorted(parents), count)
         ending = {last: stretch for stretch, last in enumerate(bounds[1:])}
         paths: list[tuple[int, ...]] = []
         for stretch, first in enumerate(bounds[:-1]):
             before = parents[first]  # ends a stretch with a smaller number
             paths.append((*(paths[ending[before + 1]] if before >= 0 else ()), stretch))
-        return PrefixTree(
-            bounds, tuple(paths), torch.from_numpy(np.concatenate(kept)), torch.from_numpy(rows)
-        )
+        return PrefixTree(bounds, tuple(paths), torch.from_numpy(kept), torch.from_numpy(rows))

@@ -61,6 +61,7 @@ class GumbelSampler(LogitsProcessor):
         if sampling.min_p > 0:
             self._warpers.append(MinPLogitsWarper(sampling.min_p))
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._most = sampling.max_new_tokens
         self._noise: Iterator[Tensor] = iter(())
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ class GumbelSampler(LogitsProcessor):
 
     def _drawn(self, vocabulary: int) -> Tensor:
         """The noise of the next steps, float64 ``[steps, B, V]``: a call costs more than a few numbers."""
-        steps = max(1, DRAWN // vocabulary)
+        steps = min(max(1, DRAWN // vocabulary), self._most)
         noise = torch.empty(len(self._generators), steps, vocabulary, dtype=torch.float64)
         for row, generator in zip(noise, self._generators, strict=True):
             row.exponential_(generator=generator)
@@ -219,10 +220,13 @@ def _cut(
     ids: Sequence[int], logprobs: Sequence[float], stops: set[int], at_text: StopAtText | None
 ) -> Completion:
     """Drawn tokens up to and including the first end token."""
-
-    def ends(count: int) -> bool:
-        return ids[count - 1] in stops or (at_text is not None and at_text.found_in(ids[:count]))
-
-    end = next((count for count in range(1, len(ids) + 1) if ends(count)), None)
+    end = next(
+        (
+            count
+            for count, token in enumerate(ids, start=1)
+            if token in stops or (at_text is not None and at_text.found_in(ids[:count]))
+        ),
+        None,
+    )
     reason: StopReason = "length" if end is None else "stop"
     return Completion(ids=tuple(ids[:end]), logprobs=tuple(logprobs[:end]), stop_reason=reason)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import torch
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import NO_MEDIA, Media
-from core_rl.data.order import bounds_of
 from core_rl.data.requests import LLMRequest, LLMResponse, StopReason
 from core_rl.distributed.loop_thread import being_cancelled
 from core_rl.errors import RolloutError
@@ -146,7 +145,7 @@ class Transcript:
 
         return SequenceBatch(
             input_ids=joined((t._ids for t in transcripts), torch.long),
-            cu_seqlens=bounds_of(torch.tensor([len(t) for t in transcripts])),
+            cu_seqlens=torch.tensor([0, *accumulate(map(len, transcripts))], dtype=torch.int32),
             tokens={
                 "loss_mask": joined((t._mask for t in transcripts), torch.bool),
                 "logprobs": joined((t._logprobs for t in transcripts), torch.float32),

@@ -89,6 +89,8 @@ class RotaryEmbeddings:
 
     def begin(self, tokens: TokenSlice) -> None:
         """Run on ``tokens`` from now on, until the next call: blocks may be computed again in the backward pass."""
+        if not self.modules:
+            return
         stop = tokens.start + len(tokens.input_ids)
         self._pieces = [
             (max(first, tokens.start) - tokens.start, min(end, stop) - tokens.start, end - first)

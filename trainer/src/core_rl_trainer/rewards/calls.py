@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 from core_rl.distributed.loop_thread import Handover, LoopThread, being_cancelled
@@ -237,7 +237,7 @@ async def call_user(
 
 def is_coroutine_function(function: object) -> bool:
     """Whether a call of ``function`` runs nothing yet; also for objects with such a ``__call__``."""
-    if not inspect.isroutine(function) and not isinstance(function, partial):
+    if not isinstance(function, FunctionType | MethodType | partial):  # `inspect.isroutine` takes longer
         function = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function)
 
@@ -281,6 +281,7 @@ async def gather_group(members: Iterable[Coroutine[Any, Any, _Value]]) -> list[_
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if running := [task for task in tasks if not task.done()]:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)

@@ -107,7 +107,9 @@ def _value(match: re.Match[str], text: str) -> Fraction:
     if match["comma"]:
         digits = digits.replace(".", "").replace(",", ".")
     digits = re.sub("[, '_]", "", digits)
-    value = Fraction(Decimal(digits)) * Fraction(10) ** int(match["exponent"] or 0)
+    value = Fraction(Decimal(digits))
+    if match["exponent"]:
+        value *= Fraction(10) ** int(match["exponent"])
     if match["divisor"]:
         value /= Fraction(Decimal(match["divisor"]))
     if match["whole"]:
