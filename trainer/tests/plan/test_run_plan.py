@@ -55,6 +55,23 @@ def test_plan_counts_work_of_run(start: Path, tmp_path: Path) -> None:
     assert roles["critic"].memory.logits == 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "evaluations", "remarked"),
+    [
+        ({}, 3, False),
+        ({"eval_samples": 40}, 2, True),
+        ({"eval_samples": 40, "eval_first": True}, 3, False),
+        ({"eval_first": False}, 2, False),
+    ],
+)
+def test_long_evaluations_are_not_first(
+    start: Path, tmp_path: Path, changes: dict[str, Any], evaluations: int, remarked: bool
+) -> None:
+    report = plan(tmp_path, support.recipe_values(start, tmp_path / "out", **changes))
+    assert report.evaluations == evaluations
+    assert any("no evaluation before the first step" in text for text in report.remarks) is remarked
+
+
 @pytest.mark.parametrize("path", [None, "adapter"])
 def test_reference_has_the_initial_adapter(start: Path, tmp_path: Path, path: str | None) -> None:
     (tmp_path / "adapter").mkdir()

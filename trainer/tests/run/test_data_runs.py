@@ -37,6 +37,17 @@ def test_a_run_needs_no_evaluation(start: Path, tmp_path: Path, algorithm: str) 
     assert (tmp_path / "out" / "index.html").is_file()
 
 
+def test_runs_leave_out_the_first_evaluation(start: Path, tmp_path: Path) -> None:
+    values = support.recipe_values(start, tmp_path / "out", eval_every=0, eval_first=False, steps=2)
+    printed = io.StringIO()
+    result = train(
+        support.write_recipe(tmp_path / "r.yaml", values), console=Console(file=printed, width=200)
+    )
+    assert result["before"] is None and result["after"]
+    assert [row["step"] for row in support.curve(tmp_path / "out")] == [1, 2]
+    assert f"{result['after']['eval_reward']:.3f} after\n" in printed.getvalue()
+
+
 @pytest.mark.nightly
 def test_killed_mixture_resumes_identically(start: Path, tmp_path: Path) -> None:
     def recipe(name: str) -> Path:

@@ -120,11 +120,10 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
     before, after = result["before"], result["after"]
     for name, label in HELD_OUT.items():
         if name in after:
-            change = after[name] - before[name]
-            print_line(
-                console,
-                f"evaluation, {label}: {before[name]:.3f} before, {after[name]:.3f} after ({change:+.3f})",
-            )
+            values = f"{after[name]:.3f} after"
+            if before is not None:
+                values = f"{before[name]:.3f} before, {values} ({after[name] - before[name]:+.3f})"
+            print_line(console, f"evaluation, {label}: {values}")
     for name in ("model", "adapter", "best_model", "page", "picture", "metrics"):
         if result.get(name):
             print_line(console, f"{name}: {result[name]}")

@@ -73,7 +73,7 @@ def model_card(recipe: Mapping[str, Any], repo_id: str, result: Mapping[str, Any
     base, _ = hub_source(recipe["model"]["path"])
     algorithm = recipe["algorithm"]["type"]
     head = {"library_name": "transformers", "tags": ["core-rl", algorithm]}
-    values = {name: result[name] for name in ("before", "after") if name in result}
+    values = {name: result[name] for name in ("before", "after") if result.get(name)}
     sections = (
         f"---\n{yaml.safe_dump(head | ({'base_model': base} if base else {}), sort_keys=False)}---",
         f"# {repo_id.partition('/')[2]}",

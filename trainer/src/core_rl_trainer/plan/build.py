@@ -79,6 +79,8 @@ NO_SAMPLING = (
 """Fields of a generation config that are read, or change no completion."""
 HIGH_LR = 0.1
 MANY_PASSES = 100
+LONG_EVALUATION = 3
+"""Steps that compute as much as the longest evaluation before the first step."""
 """More passes over the data are worth a remark."""
 
 
@@ -154,6 +156,7 @@ class PlanBuilder:
             batch_size=batch_size,
             schedule=Schedule(
                 steps=recipe.steps,
+                evaluates_first=_evaluates_first(recipe, workload, online=online),
                 eval_every=recipe.eval_every,
                 save_every=recipe.save_every,
                 save_portable_every=recipe.save_portable_every,
@@ -324,7 +327,7 @@ def plan_remarks(plan: RunPlan) -> tuple[str, ...]:
     return (
         *_ranks(plan.trainers, workload, plan.cluster.is_local),
         *_data(data, workload, schedule.steps),
-        *_training(schedule, plan.recipe.model, data.has_evaluation),
+        *_training(schedule, plan.recipe.model, data.has_evaluation, plan.recipe.eval_first),
         *(_generation(Path(plan.recipe.model.path), plan.recipe.rollout) if plan.rollout is not None else ()),
     )
 
@@ -369,11 +372,27 @@ def _identity(source: DataSource) -> tuple[Path, str | None, str | None]:
     return Path(source.path).resolve(), source.config, source.split
 
 
-def _training(schedule: Schedule, model: ModelSection, has_evaluation: bool) -> Iterator[str]:
+def _evaluates_first(recipe: Recipe, workload: Workload, *, online: bool) -> bool:
+    if recipe.eval_first is not None:
+        return recipe.eval_first
+    # A forward pass is a third of a training pass.
+    sequences = 1 + recipe.eval_samples if online else workload.sequences_per_example / 3
+    of_step = workload.examples_per_step * workload.sequences_per_example
+    return workload.held_out * sequences <= LONG_EVALUATION * of_step
+
+
+def _training(
+    schedule: Schedule, model: ModelSection, has_evaluation: bool, eval_first: bool | None
+) -> Iterator[str]:
     if has_evaluation and schedule.eval_every > schedule.steps:
         yield (
-            f"eval_every = {schedule.eval_every} and steps = {schedule.steps}: there are evaluations before and after "
-            "the training alone"
+            f"eval_every = {schedule.eval_every} and steps = {schedule.steps}: there is no evaluation between the "
+            "first and the last step"
+        )
+    if not schedule.evaluates_first and eval_first is None:
+        yield (
+            f"no evaluation before the first step, since it would take longer than {LONG_EVALUATION} steps; "
+            "eval_first=true asks for one"
         )
     lr = schedule.optimizer.lr
     if lr == 0:

@@ -25,6 +25,7 @@ CHANGEABLE = (
     "save_portable_every",
     "save_in_background",
     "eval_every",
+    "eval_first",
     "keep",
     "checkpoint_url",
     "stop_on*",

@@ -133,7 +133,11 @@ def report_plan(plan: RunPlan) -> PlanReport:
         sequences_per_step=sequences,
         tokens_per_step=sequences * workload.longest,
         micro_batch_tokens=recipe.micro_batch_tokens,
-        evaluations=len({0, steps, *range(every, steps + 1, every)}) if workload.held_out else 0,
+        evaluations=(
+            len({steps, *range(every, steps + 1, every)}) + schedule.evaluates_first
+            if workload.held_out
+            else 0
+        ),
         checkpoints=len({steps, *range(schedule.save_every, steps + 1, schedule.save_every)}),
         off_policyness=recipe.rollout.max_head_offpolicyness,
         colocated=recipe.colocated,

@@ -74,6 +74,8 @@ class Schedule:
     """Training steps, and the steps between evaluations and checkpoints; 0 is never."""
 
     steps: int
+    evaluates_first: bool
+    """Also before the first step."""
     eval_every: int
     save_every: int
     save_portable_every: int

@@ -70,6 +70,7 @@ NAMES_ELSEWHERE = {
     "algorithm.args.kl_coef, or algorithm.args.beta of dpo": "beta",
     "save_every": "save_steps",
     "eval_every": "eval_steps",
+    "eval_first": "eval_on_start val_before_train",
     "keep": "save_total_limit",
     "wandb": "report_to",
 }
@@ -157,6 +158,8 @@ class Recipe(Config):
     installed distribution declares, ``module:name`` or ``file.py:name``."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on the evaluation prompts; 0: only before and after the training."""
+    eval_first: bool | None = None
+    """Evaluate before the first step. By default where that computes at most three times as much as a step."""
     eval_samples: int = Field(default=1, ge=1)
     """Sampled completions of each evaluation prompt, in addition to the greedy one."""
     seed: int = Field(default=0, ge=0)
@@ -211,10 +214,13 @@ class Recipe(Config):
                 f"algorithm.args.temperature = {temperature} and rollout.temperature = {self.rollout.temperature}: "
                 "log-probs would be of another distribution than the completions; leave the former out"
             )
-        if not self.data.has_evaluation and (self.eval_every or self.keep_best is not None):
+        if not self.data.has_evaluation and (
+            self.eval_every or self.eval_first or self.keep_best is not None
+        ):
             raise ValueError(
                 f"eval_every = {self.eval_every}, and there is no evaluation data; set data.eval, or "
-                "data.eval_fraction to hold out a share of data.train, or set eval_every=0 and leave keep_best out"
+                "data.eval_fraction to hold out a share of data.train, or set eval_every=0 and leave eval_first and "
+                "keep_best out"
             )
         if self.keep_best is not None and not self.eval_every:
             raise ValueError("keep_best compares evaluations; set eval_every above 0")

@@ -219,11 +219,12 @@ class RunLoop:
             with weights_are_blamed(self.models):
                 with progress.phase(self.learner.start_phase):
                     self.learner.start()
-                with progress.phase("first evaluation"):
-                    metrics = self._evaluate(0)
-            require_finite_weights(self.models, metrics)
-            self.records.write(0, metrics)
-            self.callbacks.evaluation_end(0, metrics)
+                if self.schedule.evaluates_first:
+                    with progress.phase("first evaluation"):
+                        metrics = self._evaluate(0)
+                    require_finite_weights(self.models, metrics)
+                    self.records.write(0, metrics)
+                    self.callbacks.evaluation_end(0, metrics)
             if self.callbacks.stopped is not None:
                 self._save(0)
         self.records.draw()

@@ -251,7 +251,7 @@ def _result(plan: RunPlan, directory: RunDirectory, loop: RunLoop, step: int) ->
         "seed": plan.recipe.seed,
         "steps": step,
         "stopped": loop.callbacks.stopped if step < plan.schedule.steps else None,
-        "before": evaluations["0"],
+        "before": evaluations.get("0"),
         "after": evaluations[max(evaluations, key=int)],
         "best": best,
         **directory.places(),
