@@ -33,7 +33,7 @@ class Choice:
 def watched(model: nn.Module, replay: Tensor | None = None) -> Iterator[list[Choice]]:
     """A list that the routers of ``model`` fill, one entry for each layer that has one; none for other models.
 
-    With ``replay [T, layers, k]`` they choose these experts, and normalise the present probabilities of them.
+    With ``replay [T, layers, k]`` they choose these experts, with gates of the present probabilities of them.
     """
     choices: list[Choice] = []
     routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
@@ -47,8 +47,8 @@ def watched(model: nn.Module, replay: Tensor | None = None) -> Iterator[list[Cho
 def _after(
     choices: list[Choice],
     replay: Tensor | None,
-    router: nn.Module,  # noqa: ARG001  hooks get it by position
-    args: tuple[Tensor, ...],  # noqa: ARG001
+    router: nn.Module,
+    args: tuple[Tensor, ...],  # noqa: ARG001  hooks get it by position
     output: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits, gates, experts = output
@@ -58,7 +58,9 @@ def _after(
         picked = torch.stack(
             [row[expert_ids] for row, expert_ids in zip(probabilities, experts, strict=True)]
         )
-        gates = (picked / picked.sum(-1, keepdim=True)).to(logits.dtype)
+        if getattr(router, "norm_topk_prob", True):
+            picked = picked / picked.sum(-1, keepdim=True)
+        gates = picked.to(logits.dtype)
     choices.append(Choice(logits, experts))
     return logits, gates, experts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -156,6 +156,9 @@ class _Run:
             outputs = subject.outputs(base, data, name)
             with group.disable_adapter():
                 got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,)), name, data)
+            start = subject.outputs(self.adapter.model, data, name).values
+            mistake = ("the head of the start, and not the trained one", start)
+            outputs = replace(outputs, mistakes=lambda: iter([mistake]))
             subject.verify_tokens(f"{name} inside disable_adapter() after steps {self.label}", got, outputs)
         return losses
 

@@ -6,8 +6,9 @@ another rank that is different shows in no export, and often in no output either
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -248,21 +249,27 @@ def _verify_buffers(subject: EngineUnderTest, group: EngineGroup, model: TinyMod
         return {name: value for name, value in tensors.items() if name not in trained}
 
     data = ragged(model.vocab_size, 1000 * subject.case.seed, PROBE)
-    turns = {"": model, " after a load": elsewhere(model)}
-    checkpoint = meta(subject.directory("sharded"), "sharded")
+    other, checkpoint = elsewhere(model), meta(subject.directory("sharded"), "sharded")
+    turns: list[tuple[str, TinyModel, Sequence[Callable[[], object]]]] = [
+        ("", model, ()),
+        (" after a load", other, (partial(load_weights, subject, group, other),)),
+    ]
+    if subject.spec.supports(Capability.OFFLOAD):
+        turns.append((" after offload() and onload()", other, (group.offload, group.onload)))
     if subject.spec.supports(Capability.SHARDED_CHECKPOINT):
         group.save(checkpoint)
-        turns[" after a load of a sharded checkpoint"] = model
-    for number, (turn, source) in enumerate(turns.items()):
-        if number == 1:
-            load_weights(subject, group, source)
-        elif number:
-            group.load(checkpoint)
+        turns.append((" after a load of a sharded checkpoint", model, (partial(group.load, checkpoint),)))
+    for number, (turn, source, calls) in enumerate(turns):
+        for call in calls:
+            call()
         path = subject.directory(f"export-{number}")
-        expected = untrained(tensors_of(subject.expected.models.directory(source)))
+        sides = [
+            subject.expected.models.directory(side) for side in (source, model if source is other else other)
+        ]
+        expected, before = (untrained(tensors_of(side)) for side in sides)
         label = f"of {model.family}{turn}"
         group.save(meta(path, "hf"))
-        subject.verify_same(f"buffers {label}", group.named_tensors("buffers"), expected)
+        subject.verify_same(f"buffers {label}", group.named_tensors("buffers"), expected, before)
         subject.verify_same(f"buffers in an export {label}", untrained(tensors_of(path)), expected)
         for method in methods_of(subject):
             if method != "disk":  # which is an export

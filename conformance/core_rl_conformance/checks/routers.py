@@ -186,6 +186,11 @@ def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
         subject.verify_logprobs(label, group, model, second, cut)
         subject.verify_backward(label, group, model, second, LOSS, cut)
     subject.verify_logprobs("after a replay", group, model, data, BUDGET)
+    plain = replace(model, plain_gates=True)
+    if model.family == MOE and (second_group := subject.start_unless_refused(plain)) is not None:
+        label = "with another routing, and gates that are not normalised"
+        moved = _routed(data, _moved(data, recorded, model))
+        subject.verify_logprobs(label, second_group, plain, moved, BUDGET)
 
 
 def _routed(data: Ragged, routing: Tensor) -> Ragged:

@@ -240,6 +240,9 @@ class _Array:
         values = {name: VALUES[name][label] for name, label in options.items()}
         likely = self.prompts.rows.logsumexp(0).argsort(descending=True).tolist()
         biased = (likely[0], likely[1], likely[len(likely) // 2])
+        biases = {
+            label: tuple(zip(biased, values, strict=False)) for label, values in VALUES["logit_bias"].items()
+        }
         sampling = SamplingParams(
             max_new_tokens=1 if options["end"] == "one token" else TOKENS,
             temperature=values["temperature"],
@@ -248,7 +251,7 @@ class _Array:
             min_p=values["min_p"],
             presence_penalty=values["presence_penalty"],
             repetition_penalty=values["repetition_penalty"],
-            logit_bias=tuple(zip(biased, values["logit_bias"], strict=False)),
+            logit_bias=biases[options["logit_bias"]],
             stop=tuple(text.format(likely[3]) for text in values["stop"]),
             stop_token_ids=(0, likely[2], likely[5]) if options["end"] == "stop_token_ids" else (),
             ignore_eos=options["end"] != "EOS",
@@ -261,7 +264,9 @@ class _Array:
             LLMRequest(input_ids=ids[n % len(ids)], sampling=replace(sampling, seed=seeds[n % len(seeds)]))
             for n in range(REQUESTS)
         ]
-        return _Row(options=options, sampling=sampling, requests=requests)
+        changes = [{name: value} for name in CHANGES[:2] for value in VALUES[name].values()]
+        changes += [{"logit_bias": bias} for bias in biases.values()]
+        return _Row(options=options, sampling=sampling, requests=requests, changes=changes)
 
 
 def _ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[Answer]:
@@ -286,6 +291,8 @@ class _Row:
     options: Combination
     sampling: SamplingParams
     requests: Sequence[LLMRequest]
+    changes: Sequence[Mapping[str, Any]]
+    """Fields with which other combinations change logits."""
     crowd: Sequence[LLMResponse] = ()
     """One for each request."""
     again: Sequence[LLMResponse] = ()
@@ -312,7 +319,7 @@ class _Row:
         for response in self.all:
             self._verify_end(subject, response)
         logits = oracle_outputs(subject, subject.model(), self.all, "logits")
-        drawn = DrawnAnswers(sampling=sampling, responses=self.all, logits=logits)
+        drawn = DrawnAnswers(sampling=sampling, responses=self.all, logits=logits, changes=self.changes)
         full = drawn.logprobs()
         margin = 2 * tolerance.limit
         left = [left_by_cut(rows, sampling, 0.0).log_softmax(-1) for rows in full]
@@ -355,7 +362,7 @@ class _Row:
             len(ids) == (end or most) and response.stop_reason == ("stop" if end else "length"),
             f"{self.label}, an answer of at most {most} tokens is {list(ids)}, and stop_reason = "
             f"{response.stop_reason!r}; tokens that end it are {sorted(ends)}, and texts (of such as '<7>') "
-            f"{list(self.sampling.stop)}",
+            f"{list(self.sampling.stop)}, and ignore_eos = {self.sampling.ignore_eos}",
         )
 
     def _verify_draws(

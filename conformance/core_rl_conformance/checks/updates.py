@@ -30,6 +30,7 @@ from core_rl_conformance.procedures import serving
 MOST_LATE = 48
 """Number of last answers to compare: requests follow each other during an update."""
 LONG = replace(serving.PLAIN, max_new_tokens=40)
+DRAWN = replace(serving.PLAIN, temperature=1.7)
 REPEATED = 3
 Answer = asyncio.Task[LLMResponse]
 ON_THE_WAY_S = 0.1
@@ -252,13 +253,13 @@ async def _next(tasks: set[Answer], longest_s: float) -> set[Answer]:
 def sleep_changes_nothing(subject: EngineUnderTest) -> None:
     """After ``release_memory`` and ``resume_memory``, greedy answers, log-probs and versions are unchanged.
 
-    Twice over, with an update of the weights between where ``sync_disk`` is declared. While the memory is
-    released, requests are refused and not left to hang.
+    Draws without seeds do not begin again. Twice over, with an update of the weights between where ``sync_disk`` is
+    declared. While the memory is released, requests are refused and not left to hang.
 
     Why: lost weights or buffers, copies of an earlier sleep that overwrite an update, and cached prefixes in reused
     memory give plausible answers (vllm #44371).
     Look at: memory that is released: weights without a copy, copies that are made once, a directory that is
-    read again, buffers such as rotary frequencies, prefix caches.
+    read again, buffers such as rotary frequencies, prefix caches; random states, which waking must not reset.
     """
     model = subject.model()
     engine = subject.serve(model, keep=False)
@@ -280,10 +281,17 @@ def _verify_sleep(
 ) -> None:
     """Put ``engine``, which serves ``model`` as ``version``, to sleep and wake it."""
     requests = serving.few_requests(subject, serving.GREEDY)
+    drawn = serving.few_requests(subject, DRAWN)
+    first = [response.output_ids for response in serving.ask(engine, drawn)]
     before = [response.output_ids for response in serving.ask(engine, requests)]
     with serving.asleep(engine):
         problem = "a request to an engine whose memory is released was not refused"
         subject.require_error(EngineStateError, lambda: serving.ask(engine, requests[:1]), problem)
+    again = [response.output_ids for response in serving.ask(engine, drawn)]
+    problem = (
+        f"after {turn}, {len(drawn)} requests without seeds draw the same tokens as the first ones before"
+    )
+    subject.require(first != again, problem)
     responses = serving.ask(engine, requests)
     serving.verify_served(subject, f"of greedy tokens after {turn}", responses, model, old, version)
     serving.verify_scores(subject, f"after {turn}", engine, serving.sequences_of(responses), model, old)

@@ -163,6 +163,13 @@ def _step_with_decay_of_vectors(config: AdamW, state: OptimizerState, grads: Gra
     config.step(state, grads, rate)
 
 
+def _step_with_decay_of_the_config(config: AdamW, state: OptimizerState, grads: Grads, rate: float) -> None:
+    for name, value in grads.items():
+        if value.dim() >= 2:
+            state.params[name].mul_((1 - config.lr * config.weight_decay) / (1 - rate * config.weight_decay))
+    config.step(state, grads, rate)
+
+
 def _step_up_to(last: int, config: AdamW, state: OptimizerState, grads: Grads, rate: float) -> None:
     state.count = min(state.count, last - 1)
     config.step(state, grads, rate)
@@ -214,6 +221,7 @@ DENOMINATORS: Mapping[str, Denominator] = {
 RULES: Mapping[str, StepRule] = {
     "the decay goes through the moments (Adam, not AdamW)": _step_with_coupled_decay,
     "norms and biases decay as well": _step_with_decay_of_vectors,
+    "the decay has the rate of the config, without its schedule": _step_with_decay_of_the_config,
     "a step at a rate of 0 leaves the moments as they are": _step_at_a_rate,
     "a step whose gradients are all 0 is left out": _step_with_gradients,
     **{f"the bias correction stays at step {last}": partial(_step_up_to, last) for last in range(1, 8)},

@@ -195,6 +195,10 @@ BALANCES: Mapping[str, Change] = {
         **outputs,
         "routing": outputs["router_logits"].topk(outputs["routing"].shape[-1], -1).indices,
     },
+    "only the first choice of a token counts": lambda outputs, _: {
+        **outputs,
+        "routing": outputs["routing"][..., :1],
+    },
     "the softmax is taken twice": lambda outputs, _: {
         **outputs,
         "router_logits": outputs["router_logits"].softmax(-1),

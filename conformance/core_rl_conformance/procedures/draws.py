@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -207,6 +208,8 @@ class DrawnAnswers:
     sampling: SamplingParams
     responses: Sequence[LLMResponse]
     logits: Sequence[Tensor]
+    changes: Sequence[Mapping[str, Any]] = ()
+    """Fields with which other requests change logits."""
 
     def at(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """The values ``[n]`` of each ``rows [n, V]`` at the tokens of an answer."""
@@ -234,6 +237,9 @@ class DrawnAnswers:
         sampling, scale = self.sampling, self.sampling.logprob_temperature
         for sentence, temperature in wrong_temperatures(scale):
             yield f"where {sentence}", self.logprobs(replace(sampling, temperature=temperature))
+        for change in self.changes:
+            if (other := replace(sampling, **change)) not in (sampling, without(sampling, *change)):
+                yield f"with {change} of other requests", self.logprobs(other)
         if without(sampling, *CHANGES) == sampling:
             return
         for name in CHANGES:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from core_rl.backend.meta import SaveLoadMeta, TensorKind
+from core_rl.backend.meta import SaveLoadMeta, StatePart, TensorKind
 from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import MOMENTS, OwnCheckpoint, OwnExport, Replicated, TrainContext, inside
+from mutants.bases import MOMENTS, OwnCheckpoint, OwnExport, OwnOffload, Replicated, TrainContext, inside
 from mutants.zoo import DP2, Mutant
 
 
@@ -273,6 +273,20 @@ class BuffersNotLoaded(OwnExport):
     def import_tensors(self, kind: str, source: TensorSource) -> None:
         if kind != "buffers":
             super().import_tensors(kind, source)
+
+
+@Mutant("I6.layer-kinds", "persistent buffers", r"buffers of gemma4_text after offload\(\) and onload\(\)")
+class OnloadBringsFirstBuffers(OwnOffload):
+    """Buffers come back from copies of the build."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        self._buffers = [part.tensor.clone() for part in self.state().local("buffers")]
+
+    def onload(self, part: StatePart) -> None:
+        super().onload(part)
+        for buffer, first in zip(self.state().local("buffers"), self._buffers, strict=True):
+            buffer.tensor.copy_(first)
 
 
 @Mutant("I6.layer-kinds", "uploads of named_parameters()", "buffers sent by tensor of gemma4_text")

@@ -111,6 +111,15 @@ class BalanceOfProbabilities(_Balanced):
         return balance_loss(twice, micro_batch.cu_seqlens)
 
 
+@Mutant("I18.aux-gradient", "a balance of top-1 choices (I18)", "only the first choice", family=MOE)
+class BalanceOfFirstChoices(_Balanced):
+    """The likeliest expert of each token counts alone."""
+
+    def balance(self, micro_batch: SequenceBatch, routings: Sequence[Routing]) -> Tensor:
+        first = [Routing(routing.logits, routing.experts[:, :1]) for routing in routings]
+        return balance_loss(first, micro_batch.cu_seqlens)
+
+
 @Mutant("I18.aux-gradient", "padding in router statistics (I18)", "aux_loss", family=MOE)
 class BalanceOfPadding(ReferenceBackend):
     """Rows are padded to a multiple of 16, and what routers choose for padding counts as well."""

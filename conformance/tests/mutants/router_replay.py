@@ -151,6 +151,25 @@ class TakesTheFirstExpertsForPadding(ReferenceBackend):
         self.routers = _FirstExpertsArePadding(self.model)
 
 
+class _AlwaysNormalises(Routers):
+    def _after(
+        self, layer: int, router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits, gates, experts = super()._after(layer, router, args, output)
+        return logits, gates if self._replay is None else gates / gates.sum(-1, keepdim=True), experts
+
+
+@Mutant("I17.routing-replay", "gates of a replay (I17)", "and gates that are not normalised", family=MOE)
+class ReplayNormalisesGates(ReferenceBackend):
+    """Gates of replayed experts are divided by their sum, whatever the config has."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        for router in self.routers._routers:
+            router._forward_hooks.clear()
+        self.routers = _AlwaysNormalises(self.model)
+
+
 class _OwnShares(Routers):
     """Routers whose balance counts their own choice."""
 

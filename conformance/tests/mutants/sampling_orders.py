@@ -137,6 +137,23 @@ class RepetitionBeforePresence(Replaced):
             return rest(input_ids, scaled(input_ids, logits))
 
 
+@Mutant(CHECK, "state of a slot that a request leaves (I8)", "'logit_bias': .* of other requests")
+class BiasOfTheRequestBefore(ReferenceRolloutBackend):
+    """A request with a penalty alone gets the bias of the last one that had a bias."""
+
+    _bias: tuple[tuple[int, float], ...] = ()
+
+    def _complete(self, entries: Entries) -> None:
+        self._bias = entries[0][0].sampling.logit_bias or self._bias
+        with patch.object(sampling, "Adjustment", self._biased):
+            super()._complete(entries)
+
+    def _biased(self, *, sampling: SamplingParams, start: int) -> Adjustment:
+        penalized = (sampling.presence_penalty, sampling.repetition_penalty) != (0.0, 1.0)
+        biased = replace(sampling, logit_bias=self._bias) if penalized else sampling
+        return Adjustment(sampling=biased, start=start)
+
+
 @Mutant(CHECK, "a frequency penalty under the name of the other (I8)", "count a token each time")
 class PenalizesEachTime(Replaced):
     """The presence penalty is subtracted once for each time that the response has a token."""

@@ -60,6 +60,19 @@ class CoupledDecay(ReferenceBackend):
             group["weight_decay"] = decay
 
 
+@Mutant("I20.adamw", "a decay apart from the schedule", "the decay has the rate of the config")
+class DecaysByTheConfigsRate(ReferenceBackend):
+    """Matrices decay by the rate without its schedule."""
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        assert self.optimizer is not None and self.context.config.optimizer is not None
+        full = self.context.config.optimizer.lr
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_((1 - full * group["weight_decay"]) / (1 - lr * group["weight_decay"]))
+        super().step(scale, lr, count)
+
+
 @Mutant("I20.adamw", "a setting that is lost", "eps is 1e-05")
 class EpsilonHardCoded(ReferenceBackend):
     """The configured epsilon does not reach the optimizer."""

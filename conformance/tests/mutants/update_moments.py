@@ -83,6 +83,15 @@ class WakesWithBuffersBefore(ReferenceRolloutBackend):
             value.copy_(self._buffers[name])
 
 
+@Mutant("I15.sleep", "a random state that waking resets", "without seeds draw the same tokens as the first")
+class WakesWithTheFirstSeeds(ReferenceRolloutBackend):
+    """Draws without seeds begin again."""
+
+    def resume_memory(self) -> None:
+        super().resume_memory()
+        self._unseeded = 0
+
+
 # ----------------------------------------------------------- values that repeat
 
 
