@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import cast
@@ -120,8 +120,7 @@ class _Run:
 
     def train(self, *, switched: bool, seed: int = 0) -> list[float]:
         """Two passes, and steps, each after a pass that is without the adapter if ``switched``; their losses."""
-        subject, name = self.subject, OUTPUT[self.adapter.model.head]
-        data = subject.data(PROBE)
+        subject = self.subject
         plain = self._answers(subject.start(self.adapter.model)) if switched else {}
         group = self.start(seed)
         if switched:
@@ -152,15 +151,24 @@ class _Run:
         shadow.verify(subject, group, f"after steps {self.label}")
         if switched:
             verify_outputs(subject, group, self.adapter, f"after steps {self.label}")
-            base = snapshot_of(subject, self.adapter, group)._replace(adapter=None)
-            outputs = subject.outputs(base, data, name)
-            with group.disable_adapter():
-                got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,)), name, data)
-            start = subject.outputs(self.adapter.model, data, name).values
-            mistake = ("the head of the start, and not the trained one", start)
-            outputs = replace(outputs, mistakes=lambda: iter([mistake]))
-            subject.verify_tokens(f"{name} inside disable_adapter() after steps {self.label}", got, outputs)
+            self._verify_base(group)
         return losses
+
+    def _verify_base(self, group: EngineGroup) -> None:
+        """Outputs inside disable_adapter() are those of the base, and of the trained head."""
+        subject, name = self.subject, OUTPUT[self.adapter.model.head]
+        data, base = subject.data(PROBE), snapshot_of(subject, self.adapter, group)._replace(adapter=None)
+        outputs = subject.outputs(base, data, name)
+        with group.disable_adapter():
+            got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,)), name, data)
+
+        def mistakes() -> Iterator[tuple[str, Sequence[Tensor]]]:
+            yield from outputs.mistakes()
+            start = subject.outputs(self.adapter.model, data, name).values
+            yield "the head of the start, and not the trained one", start
+
+        label = f"{name} inside disable_adapter() after steps {self.label}"
+        subject.verify_tokens(label, got, replace(outputs, mistakes=mistakes))
 
     def _answers(self, group: EngineGroup) -> dict[str, Tensor]:
         """The outputs of a batch, and its loss in evaluation."""

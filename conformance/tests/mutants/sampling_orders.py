@@ -139,7 +139,7 @@ class RepetitionBeforePresence(Replaced):
 
 @Mutant(CHECK, "state of a slot that a request leaves (I8)", "'logit_bias': .* of other requests")
 class BiasOfTheRequestBefore(ReferenceRolloutBackend):
-    """A request with a penalty alone gets the bias of the last one that had a bias."""
+    """A request with a penalty alone gets the bias of the last biased request."""
 
     _bias: tuple[tuple[int, float], ...] = ()
 
