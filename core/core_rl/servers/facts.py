@@ -53,6 +53,8 @@ class ServerLimits:
     """Whether log-probs describe the distribution before top-k, top-p and min-p cut it."""
     top_k_first: bool = True
     """Whether top-p counts only the tokens that top-k has left."""
+    min_p_last: bool = True
+    """Whether top-p counts also the tokens that min-p drops."""
     refused: Mapping[SyncMethod, str] = field(default_factory=dict)
     """Methods of weight sync that it lacks, with the reasons."""
     updates_tied_heads: bool = True
@@ -74,6 +76,8 @@ class ServerLimits:
             return f"reports log-probs of the distribution that these have cut: {cuts}"
         if not self.top_k_first and sampling.top_k not in (None, 1) and sampling.top_p < 1:
             return f"counts tokens that top_k = {sampling.top_k} drops for top_p = {sampling.top_p:g}; set one of them"
+        if not self.min_p_last and sampling.min_p and sampling.top_p < 1:
+            return f"cuts by min_p = {sampling.min_p:g} before top_p = {sampling.top_p:g}; set one of them"
         return None
 
     def update_problem(self, method: SyncMethod, *, tied: bool) -> str | None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_stub import ADAPTERS, LONGEST
+from server_stub import ADAPTERS, LONGEST, complete
 from vllm_support import GENERATE, VllmStub, build, connected, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.servers.facts import label_of
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
@@ -64,6 +66,16 @@ def test_scores_with_adapters_are_refused(stub: VllmStub) -> None:
             with pytest.raises(UnsupportedCapability, match=r"model.lora is set.*vLLM #16668"):
                 call(batch)
     assert GENERATE not in stub.calls
+
+
+def test_min_p_beside_top_p_is_refused(stub: VllmStub) -> None:
+    sampling = SamplingParams(max_new_tokens=2, min_p=0.2)
+    with connected([stub]) as engine:
+        with pytest.raises(
+            UnsupportedCapability, match=r"cuts by min_p = 0.2 before top_p = 0.5; set one of them"
+        ):
+            complete(engine, LLMRequest(input_ids=(5, 17), sampling=replace(sampling, top_p=0.5)))
+        complete(engine, LLMRequest(input_ids=(5, 17), sampling=replace(sampling, top_k=3)))
 
 
 def test_label_names_the_run(stub: VllmStub, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from core_rl.errors import ConfigError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused
 from core_rl.servers.config import Interrupt
-from core_rl.servers.facts import NO_LIMITS, ServerFacts, ServerLimits
+from core_rl.servers.facts import ServerFacts, ServerLimits
 from core_rl.servers.server import PROBE_TIMEOUT_S, Server
 from core_rl.servers.wire import readable
 from core_rl.weight_sync.buckets import flat_bytes, start_of
@@ -173,7 +173,7 @@ def _limits(config: Any, device: str) -> ServerLimits:
         config is None
         or (config["vllm_config"].get("weight_transfer_config") or {}).items() >= TRANSFER.items()
     ):
-        return NO_LIMITS
+        return ServerLimits(min_p_last=False, remedy="or draw with another engine")
     return ServerLimits(
         temperatures=TEMPERATURES,
         full_distribution=False,
