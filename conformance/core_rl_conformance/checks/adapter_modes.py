@@ -155,7 +155,7 @@ class _Run:
         return losses
 
     def _verify_base(self, group: EngineGroup) -> None:
-        """Outputs inside disable_adapter() are those of the base, and of the trained head."""
+        """Compare outputs inside disable_adapter() with the base and the trained head."""
         subject, name = self.subject, OUTPUT[self.adapter.model.head]
         data, base = subject.data(PROBE), snapshot_of(subject, self.adapter, group)._replace(adapter=None)
         outputs = subject.outputs(base, data, name)

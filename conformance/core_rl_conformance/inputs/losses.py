@@ -191,7 +191,7 @@ Change = Callable[[Outputs, Tensor], Outputs]
 """The outputs of a mistake, from the right ones of a sequence and its mask ``[L]``."""
 BALANCES: Mapping[str, Change] = {
     "only trained tokens are balanced": lambda outputs, mask: {name: outputs[name][mask] for name in ROUTER},
-    "replayed choices do not count, but those of the routers": lambda outputs, _: {
+    "the choices of the routers count, and not the replayed ones": lambda outputs, _: {
         **outputs,
         "routing": outputs["router_logits"].topk(outputs["routing"].shape[-1], -1).indices,
     },

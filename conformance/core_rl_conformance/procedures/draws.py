@@ -256,7 +256,7 @@ class DrawnAnswers:
         )
 
     def wrong_cut(self, margin: float) -> str | None:
-        """The mistake that leaves fewest tokens, of those that leave all drawn ones; ``margin`` as in `left_by_cut`."""
+        """The mistake that leaves all drawn tokens and fewest others; ``margin`` is that of `left_by_cut`."""
         sampling, full = self.sampling, self.logprobs()
         alone = [without(sampling, *(name for name in CUTS if name != cut)) for cut in CUTS]
         cuts = [

@@ -184,7 +184,7 @@ class _OwnShares(Routers):
         return {**super().outputs(routings, cu_seqlens, names), "aux_loss": balanced["aux_loss"]}
 
 
-@Mutant("I18.aux-gradient", "the router's own choice in a balance", "those of the routers", family=MOE)
+@Mutant("I18.aux-gradient", "the router's own choice in a balance", "and not the replayed ones", family=MOE)
 class BalanceOfOwnChoice(ReferenceBackend):
     """The balance counts the choice of the routers, and not the replayed experts."""
 

@@ -156,7 +156,9 @@ class PlanBuilder:
             batch_size=batch_size,
             schedule=Schedule(
                 steps=recipe.steps,
-                evaluates_first=_evaluates_first(recipe, workload, online=online),
+                evaluates_first=_evaluates_first(
+                    recipe.eval_first, recipe.eval_samples if online else None, workload
+                ),
                 eval_every=recipe.eval_every,
                 save_every=recipe.save_every,
                 save_portable_every=recipe.save_portable_every,
@@ -372,11 +374,12 @@ def _identity(source: DataSource) -> tuple[Path, str | None, str | None]:
     return Path(source.path).resolve(), source.config, source.split
 
 
-def _evaluates_first(recipe: Recipe, workload: Workload, *, online: bool) -> bool:
-    if recipe.eval_first is not None:
-        return recipe.eval_first
+def _evaluates_first(eval_first: bool | None, samples: int | None, workload: Workload) -> bool:
+    """Whether an evaluation before the first step is asked for, or short; ``samples`` is None without rollouts."""
+    if eval_first is not None:
+        return eval_first
     # A forward pass is a third of a training pass.
-    sequences = 1 + recipe.eval_samples if online else workload.sequences_per_example / 3
+    sequences = workload.sequences_per_example / 3 if samples is None else 1 + samples
     of_step = workload.examples_per_step * workload.sequences_per_example
     return workload.held_out * sequences <= LONG_EVALUATION * of_step
 
