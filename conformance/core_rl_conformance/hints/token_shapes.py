@@ -109,6 +109,11 @@ def _by_id(tokens: Tokens) -> Iterator[Place]:
     if tokens.places is None:
         return
     ids, size = tokens.places.ids, tokens.places.vocab_size
+    if tokens.scalars:
+        last = ids[tokens.wrong].unique()
+        if len(last) == 1:
+            yield f"only sequences that end with the id {_name(int(last[0]), size)} are wrong", ids == last[0]
+        return
     previous = torch.cat([ids.new_full((1,), -1), ids[:-1]])
     previous[tokens.position == 0] = -1
     for values, label in ((ids, "with"), (previous, "right after")):
@@ -201,6 +206,8 @@ def token_hints(tokens: Tokens, explained: Sequence[str] = ()) -> list[str]:
     """
     single = int(tokens.wrong.sum()) < 2  # no pattern
     shapes, places = ((_not_finite, _zero), (_by_sequence,)) if single else (VALUES, PLACES)
+    if tokens.scalars and not single:
+        places = (_by_id, _by_rank, _by_sequence)
     value = None if explained else next((text for shape in shapes if (text := shape(tokens))), None)
     hints = list(explained) if value is None else [LOOKS_LIKE + value]
     matching = [part for shape in places for part in shape(tokens) if _explains(part[1], tokens)]

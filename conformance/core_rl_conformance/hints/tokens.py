@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -39,6 +39,8 @@ class Places:
     """Number of tokens of that micro-batch."""
     number: Tensor
     """Index of each token's sequence in its micro-batch."""
+    last: Tensor
+    """Indices of the last tokens of sequences."""
     shards: tuple[int, ...] = ()
     """Numbers of ranks that the tokens of a micro-batch may be spread over: context and sequence parallelism."""
 
@@ -70,13 +72,14 @@ class Places:
             order=order,
             packed=packed,
             number=number,
+            last=batch.cu_seqlens[1:].long() - 1,
             shards=tuple(sorted({size for size in (*cuts, math.prod(cuts)) if size > 1})),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Compared values, one for each token (or sequence), packed ``[T]``."""
+    """Compared values, one for each token (or sequence, at its last token), packed ``[T]``."""
 
     got: Tensor
     expected: Tensor
@@ -100,6 +103,10 @@ class Tokens:
         lengths = [len(left) for left, _ in rows]
         left, right = torch.cat([row[0] for row in rows]).double(), torch.cat([row[1] for row in rows])
         wrong = ~((left - right.double()).abs() <= tolerance.limit)
+        scalars = all(not value.dim() for value in expected)
+        if scalars and places is not None:
+            names = ("ids", "trained", "rank", "order", "packed", "number")
+            places = replace(places, **{name: getattr(places, name)[places.last] for name in names})
         known = places is not None and len(places.ids) == len(wrong)
         return Tokens(
             got=left,
@@ -108,7 +115,7 @@ class Tokens:
             sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
             position=torch.cat([torch.arange(length) for length in lengths]),
             lengths=lengths,
-            scalars=all(not value.dim() for value in expected),
+            scalars=scalars,
             places=places if known else None,
             tolerance=tolerance,
         )

@@ -71,7 +71,7 @@ def verify_forward(
     answer = partial(group.forward, data.batch(), cut, tuple(names), temperature)
     output = answer()
     model = of if isinstance(of, TinyModel) else of.model
-    places = None if "scores" in names else Places.of(data.batch(), model.vocab_size, subject.layout, cut)
+    places = Places.of(data.batch(), model.vocab_size, subject.layout, cut)
     for name in names:
         verify_form(subject, output, name, data)
     for part in (*names, *["bootstrap"] * ("values" in names)):

@@ -212,6 +212,16 @@ def test_points_are_few_and_hold_the_worst() -> None:
     )
 
 
+def test_ends_of_wrong_sequences_are_named() -> None:
+    ids = BATCH.input_ids[PLACES.last]
+    ends = ids == ids.mode().values
+    right = list(1.0 + torch.arange(len(ids)).double())
+    got = [value * ~end for value, end in zip(right, ends, strict=True)]
+    problem = _problem(compare_tokens("scores", got, right, SMALL, PLACES))
+    assert int(ends.sum()) > 1 and f"only sequences that end with the id {ids.mode().values}" in problem
+    assert "they are all zero" in problem
+
+
 def test_scalars_of_sequences_are_compared() -> None:
     expected = [torch.tensor(1.0), torch.tensor(2.0)]
     finding = compare_tokens("scores", [torch.tensor(1.0), torch.tensor(2.5)], expected, SMALL)
