@@ -106,7 +106,11 @@ def command(side: str, seed: int, output: Path, arguments: argparse.Namespace) -
     program = [str(COMMON / "race_trl.py")]
     if side == "core-rl":
         program = ["-m", "core_rl.cli", "train"]
-        fields += ["save_every=1000000", f"callbacks=[{COMMON / 'race_target.py'}:stop_at_target]"]
+        fields += [
+            "eval_first=true",
+            "save_every=1000000",
+            f"callbacks=[{COMMON / 'race_target.py'}:stop_at_target]",
+        ]
     return [sys.executable, *program, str(arguments.recipe), *fields]
 
 

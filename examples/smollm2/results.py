@@ -23,7 +23,9 @@ def outcome(run: Path) -> dict[str, Any]:
     began, ended = (datetime.fromisoformat(status[moment]) for moment in ("started", "updated"))
     minutes = round((ended - began).total_seconds() / 60, 1)
     held_out = {
-        moment: {name: value for name, value in result[moment].items() if name in (REWARD, GREEDY, LOSS)}
+        moment: {
+            name: value for name, value in (result[moment] or {}).items() if name in (REWARD, GREEDY, LOSS)
+        }
         for moment in ("before", "after")
     }
     mismatch = mismatch_of(run)
