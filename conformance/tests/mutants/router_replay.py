@@ -124,6 +124,16 @@ class ReplaysBatchFirst(Packed):
         return super().outputs(micro_batch, step)
 
 
+class _WithRouters(ReferenceBackend):
+    kind: type[Routers]
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        for router in self.routers._routers:
+            router._forward_hooks.clear()
+        self.routers = self.kind(self.model)
+
+
 class _FirstExpertsArePadding(Routers):
     def _after(
         self, layer: int, router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
@@ -141,14 +151,10 @@ class _FirstExpertsArePadding(Routers):
 
 
 @Mutant("I17.routing-replay", "a filler value of recorded routing (I17)", "with another routing", family=MOE)
-class TakesTheFirstExpertsForPadding(ReferenceBackend):
+class TakesTheFirstExpertsForPadding(_WithRouters):
     """Tokens whose recorded experts are the first ones choose for themselves."""
 
-    def build(self, context: TrainContext) -> None:
-        super().build(context)
-        for router in self.routers._routers:
-            router._forward_hooks.clear()
-        self.routers = _FirstExpertsArePadding(self.model)
+    kind = _FirstExpertsArePadding
 
 
 class _AlwaysNormalises(Routers):
@@ -160,14 +166,10 @@ class _AlwaysNormalises(Routers):
 
 
 @Mutant("I17.routing-replay", "gates of a replay (I17)", "and gates that are not normalised", family=MOE)
-class ReplayNormalisesGates(ReferenceBackend):
+class ReplayNormalisesGates(_WithRouters):
     """Gates of replayed experts are divided by their sum, whatever the config has."""
 
-    def build(self, context: TrainContext) -> None:
-        super().build(context)
-        for router in self.routers._routers:
-            router._forward_hooks.clear()
-        self.routers = _AlwaysNormalises(self.model)
+    kind = _AlwaysNormalises
 
 
 class _OwnShares(Routers):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -97,8 +98,8 @@ class SamplingParams:
 
     def with_seed(self, seed: int) -> SamplingParams:
         """A copy with a seed of `derive_seed`; `dataclasses.replace` would check all again, for each completion."""
-        seeded = object.__new__(type(self))
-        vars(seeded).update(vars(self), seed=seed)
+        seeded = copy(self)
+        object.__setattr__(seeded, "seed", seed)
         return seeded
 
     @property
